@@ -92,6 +92,14 @@ def segmented(request, distribution):
 
 
 @pytest.fixture
+def beside(distribution):
+    """The same for a backend with whole calls beside segments, "beside"."""
+    distribution("beside", "helpers.segmented_backend:BESIDE")
+    segmented_backend.calls.clear()
+    return segmented_backend.calls
+
+
+@pytest.fixture
 def stored(tmp_path, monkeypatch):
     """Returns `kda_cp.constants.store`, which writes to a folder of this test."""
     monkeypatch.setenv("KDA_CACHE_DIR", str(tmp_path / "cache"))

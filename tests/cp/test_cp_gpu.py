@@ -21,33 +21,49 @@ pytestmark = pytest.mark.arch((9, 0))
 LENGTHS = (3000, 0, 1500, 100)
 PLAN = ((700, 600, 1700), (0,), (400, 300, 800), (100,))
 TRAINING = ((512, 1024, 1464), (0,), (512, 988), (100,))
-STRATEGIES = pytest.mark.parametrize("strategy", ["exact", "certified"])
+PLANS = pytest.mark.parametrize(
+    ("lengths", "plan"),
+    [
+        pytest.param(LENGTHS, Plan(PLAN), id="exact"),
+        pytest.param(LENGTHS, Plan(PLAN, "certified"), id="certified"),
+        pytest.param((5000,), Plan(((1700, 900, 1000, 624, 776),), whole_ends=True), id="whole ends"),
+        pytest.param(
+            (100, 5000, 0, 300),
+            Plan(((100,), (1700, 900, 1000, 624, 776), (0,), (300,)), whole_ends=True),
+            id="whole ends and others",
+        ),
+    ],
+)
 
 
-def call(family="slow"):
-    x = make_inputs(
-        family, sum(LENGTHS), H=2, HV=4, lengths=LENGTHS, initial_state=True, device="cuda"
+def tensors(family, lengths, seed=0):
+    return make_inputs(
+        family, sum(lengths), H=2, HV=4, lengths=lengths, initial_state=True, device="cuda", seed=seed
     ).arguments
+
+
+def call(family="slow", lengths=LENGTHS):
+    x = tensors(family, lengths)
     return x | {"cu_seqlens_cpu": x["cu_seqlens"].cpu(), "backend": "sm90", "output_final_state": True}
 
 
-@STRATEGIES
+@PLANS
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_errors_of_a_plan_are_close_to_those_of_a_direct_call(family, strategy):
-    x = call(family)
+def test_the_errors_of_a_plan_are_close_to_those_of_a_direct_call(family, lengths, plan):
+    x = call(family, lengths)
     want = token_oracle(**{n: v for n, v in x.items() if n != "backend"})
     direct = chunk_kda(**x, context_parallel="off")
     with record_calls() as calls:
-        o, state = chunk_kda(**x, context_parallel=Plan(PLAN, strategy))
+        o, state = chunk_kda(**x, context_parallel=plan)
     assert [(c.backend, c.device_type, c.planner) for c in calls] == [("sm90", "cuda", "cp")]
-    assert error(o, want[0], lengths=LENGTHS) <= 1.2 * error(direct[0], want[0], lengths=LENGTHS)
+    assert error(o, want[0], lengths=lengths) <= 1.2 * error(direct[0], want[0], lengths=lengths)
     assert error(state, want[1], state=True) <= 1.2 * error(direct[1], want[1], state=True)
 
 
-@STRATEGIES
+@PLANS
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # torch warns that the mode is a prototype
-def test_a_plan_does_not_synchronise_with_the_device(strategy):
-    x, plan = call(), Plan(PLAN, strategy)
+def test_a_plan_does_not_synchronise_with_the_device(lengths, plan):
+    x = call(lengths=lengths)
     chunk_kda(**x, context_parallel=plan)  # compiles
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -58,9 +74,9 @@ def test_a_plan_does_not_synchronise_with_the_device(strategy):
         torch.cuda.set_sync_debug_mode("default")
 
 
-@STRATEGIES
-def test_a_captured_graph_computes_new_data(strategy):
-    x, plan = call(), Plan(PLAN, strategy)
+@PLANS
+def test_a_captured_graph_computes_new_data(lengths, plan):
+    x = call(lengths=lengths)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -70,9 +86,7 @@ def test_a_captured_graph_computes_new_data(strategy):
     with torch.cuda.graph(graph, stream=stream):
         captured = chunk_kda(**x, context_parallel=plan)
     for seed in (1, 2):
-        fresh = make_inputs(
-            "steep", sum(LENGTHS), H=2, HV=4, lengths=LENGTHS, initial_state=True, device="cuda", seed=seed
-        ).arguments
+        fresh = tensors("steep", lengths, seed)
         for name, value in fresh.items():
             if torch.is_tensor(value):
                 x[name].copy_(value)
@@ -82,9 +96,9 @@ def test_a_captured_graph_computes_new_data(strategy):
         assert all(torch.equal(a, b) for a, b in zip(captured, eager))
 
 
-@STRATEGIES
-def test_calls_on_several_streams_and_repeats_give_the_same_bits(strategy):
-    x, plan = call(), Plan(PLAN, strategy)
+@PLANS
+def test_calls_on_several_streams_and_repeats_give_the_same_bits(lengths, plan):
+    x = call(lengths=lengths)
     want = chunk_kda(**x, context_parallel=plan)
     torch.cuda.synchronize()
     found = []
@@ -133,9 +147,7 @@ def test_a_captured_split_training_step_computes_new_data(disable_recompute):
     with torch.cuda.graph(graph, stream=stream):
         captured = training_step(x, disable_recompute)
     for seed in (1, 2):
-        fresh = make_inputs(
-            "steep", sum(LENGTHS), H=2, HV=4, lengths=LENGTHS, initial_state=True, device="cuda", seed=seed
-        ).arguments
+        fresh = tensors("steep", LENGTHS, seed)
         for name, value in fresh.items():
             if torch.is_tensor(value):
                 x[name].copy_(value)

@@ -167,6 +167,9 @@ class EmulatedCases(EmulatedBackend):
     def test_segments(self, kda):
         KIT.test_segments(kda, "memory")
 
+    def test_whole_ends(self, kda):
+        KIT.test_whole_ends(kda, "memory")
+
     def test_prefill_of_strided_views(self, kda):
         x = kda.inputs("slow", 17, H=1)
         wide = torch.cat([x["q"], x["k"], x["v"]], -1)

@@ -1,4 +1,5 @@
-"""Backends for the tests of kda-cp that summarise segments themselves, on top of the reference. One has a merge kernel."""
+"""Backends for the tests of kda-cp that summarise segments themselves, on top of the reference. One has a merge kernel, one also whole
+calls beside segments."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -28,6 +29,7 @@ COPIES_SPEC, COPIES_MERGES = (
     for spec in (SPEC, MERGES)
 )
 MERGING = replace(MERGES, name="merging")
+BESIDE = replace(SPEC, name="beside", target="helpers.segmented_backend:Beside")
 
 #: (method, lengths) of every call, in order. Tests clear the list before they use it.
 calls = []
@@ -125,6 +127,30 @@ class Merging(Segmented):
             for i in range(first + 1, end):
                 before = transitions[i - 1].double() @ initial[i - 1].double()
                 initial[i] = exits[first] if i == first + 1 else before + exits[i - 1].double()
+
+
+class Beside(Merging):
+    """Has whole calls beside segments, which it makes one after the other."""
+
+    WHOLE_BYTES = 300  # not a multiple of the alignment of a workspace
+
+    def whole_ends_workspace_bytes(self, first, inner, last):
+        assert first.B == inner.B == last.B == 1 and inner.varlen
+        assert first.varlen == (first.N > 1) and last.varlen == (last.N > 1)
+        return self.WHOLE_BYTES, self.segment_workspace_bytes(inner)
+
+    def summarize_beside(self, whole, whole_outputs, inputs, exits, transitions, workspace):
+        self._whole(whole, whole_outputs)
+        self.summarize(inputs, exits, transitions, workspace)
+
+    def execute_beside(self, whole, whole_outputs, inputs, outputs):
+        self._whole(whole, whole_outputs)
+        self.execute_segments(inputs, outputs)
+
+    def _whole(self, inputs, outputs):
+        assert outputs.workspace.numel() >= self.WHOLE_BYTES
+        outputs.workspace.fill_(255)
+        self.chunk_fwd(inputs, outputs)
 
 
 def _sizes(s):

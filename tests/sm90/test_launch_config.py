@@ -22,7 +22,9 @@ from kda_sm90.launch_config import (
     RING_RECORDS,
     SOFTPLUS_MOST_DEPTH,
     backward_launch_config,
+    beside_workspace_bytes,
     launch_config,
+    launch_configs_beside,
     predicted_ns,
     segment_launch_configs,
     workspace_bytes,
@@ -158,6 +160,52 @@ def test_the_launches_of_segments_have_the_smallest_predicted_time(HV, T, N, gat
     both = {chunk: fastest(chunk, "summarize") + fastest(chunk, "execute") for chunk in (32, 64)}
     assert predicted(chosen.summarize) + predicted(chosen.execute) == min(both.values())
     assert chosen.summarize.chunk == chosen.execute.chunk and chosen.summarize.depth == chosen.execute.depth
+
+
+@pytest.mark.parametrize("sms", (8, 20, 114, 132))
+@pytest.mark.parametrize("gate", ({}, {"lower_bound": None}), ids=("bounded", "unbounded"))
+@pytest.mark.parametrize("HV", (1, 4, 8, 12))
+def test_two_launches_at_the_same_time_have_room_on_the_device(HV, gate, sms):
+    inner = shape(T=32000, H=HV, HV=HV, N=5, index=torch.int32, **gate)
+    found = {}
+    for mode, tokens in (("summarize", 24000), ("execute", 8000)):
+        both = launch_configs_beside(shape(T=tokens, H=HV, HV=HV, **gate), inner, mode, sms)
+        ctas = [p.queues * p.config.chain_ctas + p.intra_chunk_ctas for p in both]
+        assert sum(n + n % 2 for n in ctas) <= sms, "clusters of two CTAs"
+        assert both.whole.config.mode == "whole" and both.inner.config.mode == mode
+        assert both.whole.intra_chunk_ctas >= 1
+        found[mode] = both.inner
+    same = lambda launch: (launch.chunk, launch.depth, launch.records)
+    assert same(found["summarize"]) == same(found["execute"]), "both launches have the same records"
+
+
+@pytest.mark.parametrize("sms", (8, 60, 132))
+@pytest.mark.parametrize("gate", ({}, {"lower_bound": None}), ids=("bounded", "unbounded"))
+@pytest.mark.parametrize("HV", (1, 4, 12))
+def test_the_workspaces_of_two_launches_suffice_for_all_lengths(HV, gate, sms):
+    inner = shape(T=9000, H=HV, HV=HV, N=4, index=torch.int32, **gate)
+    for N, T in itertools.product((1, 3, 40), (200, 5000, 40000)):
+        whole = shape(T=T, H=HV, HV=HV, N=N, index=None if N == 1 else torch.int32, **gate)
+        sizes = beside_workspace_bytes(whole, inner, whole, sms)
+        for mode in ("summarize", "execute"):
+            for longest in (None,) if N == 1 else (None, T // N, T // 2, T):
+                both = launch_configs_beside(whole, inner, mode, sms, longest)
+                assert both.whole.workspace_bytes <= sizes[0] and both.inner.workspace_bytes <= sizes[1]
+
+
+def test_a_share_makes_the_whole_call_about_as_fast_as_the_segments_beside_it():
+    whole, inner = shape(T=26944, H=8, HV=8), shape(T=30016, H=8, HV=8, N=5, index=torch.int32)
+    both = launch_configs_beside(whole, inner, "summarize")
+    assert (both.whole.chunk, both.whole.config.warpgroups, both.whole.queues) == (64, 1, 8)
+    assert 36 <= both.whole.intra_chunk_ctas <= 50
+    longer = launch_configs_beside(shape(T=8000, H=8, HV=8), inner, "summarize")
+    assert longer.whole.intra_chunk_ctas < both.whole.intra_chunk_ctas
+
+
+def test_a_device_without_room_for_two_launches_is_refused():
+    inner = shape(T=100, N=2, index=torch.int32)
+    with pytest.raises(ValueError, match="sms: expected at least 8, got 6"):
+        launch_configs_beside(shape(T=100), inner, "summarize", 6)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ default raises the minor. A changed meaning, layout or required method raises th
 
 from __future__ import annotations
 
-BACKEND_ABI: tuple[int, int] = (2, 9)
+BACKEND_ABI: tuple[int, int] = (2, 10)
 
 
 def compatible(plugin: tuple[int, int], core: tuple[int, int] = BACKEND_ABI) -> bool:

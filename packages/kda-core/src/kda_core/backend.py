@@ -326,6 +326,46 @@ class SupportsSegments(Protocol):
 
 
 @runtime_checkable
+class SupportsWholeEnds(Protocol):
+    """Optional in addition to `SupportsSegments`: a whole call beside a call over segments, at the same time. Since ABI 2.10.
+
+    A planner executes the first and the last segment of a long sequence as whole calls, beside both calls over the inner segments. The
+    first and the last segment need no summary, so all parts of a device have work in both steps. Other sequences may belong to the whole
+    calls.
+
+    - `whole` are the inputs of `Backend.chunk_fwd` over one row (B = 1), without a pool and intermediate states. The row is one sequence, or
+      sequences are packed and the host knows their lengths.
+    - `inputs` are those of `SupportsSegments` over the inner segments, without a pool and intermediate states.
+    - Both calls write different memory. The stream of the caller waits for both.
+    """
+
+    def whole_ends_workspace_bytes(
+        self, first: ProblemShape, inner: ProblemShape, last: ProblemShape
+    ) -> tuple[int, int]:
+        """Returns the bytes of scratch memory of each of the two whole calls, and of both calls over the inner segments."""
+        ...
+
+    def summarize_beside(
+        self,
+        whole: KdaInputs,
+        whole_outputs: KdaOutputs,
+        inputs: KdaInputs,
+        exits: Tensor,
+        transitions: Tensor,
+        workspace: Tensor,
+    ) -> None:
+        """``chunk_fwd(whole, whole_outputs)`` beside ``summarize(inputs, exits, transitions, workspace)``."""
+        ...
+
+    def execute_beside(
+        self, whole: KdaInputs, whole_outputs: KdaOutputs, inputs: KdaInputs, outputs: KdaOutputs
+    ) -> None:
+        """``chunk_fwd(whole, whole_outputs)`` beside ``execute_segments(inputs, outputs)``, with ``outputs.workspace`` as
+        `summarize_beside` of the same inner segments left it."""
+        ...
+
+
+@runtime_checkable
 class SupportsMerge(Protocol):
     """Optional in addition to `SupportsSegments`. Without it the planner merges in torch."""
 

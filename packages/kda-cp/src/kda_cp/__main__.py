@@ -73,14 +73,16 @@ def _constants(args: argparse.Namespace) -> None:
 def _plan(args: argparse.Namespace) -> None:
     import torch
 
-    from kda_cp.planner import native_options
+    from kda_cp.planner import may_have_whole_ends, native_options
 
     HV, lengths = positive_int("HV", args.HV), non_negative_ints("lengths", args.lengths)
     x = torch.empty(1, sum(lengths), HV, 128, dtype=getattr(torch, args.dtype), device="meta")
     shape = validate.problem_shape(x, x, x, x, x[..., 0], options=KdaOptions())
-    options = native_options(shape, REGISTRY.load(REGISTRY.find(args.backend).spec))
+    backend = REGISTRY.load(REGISTRY.find(args.backend).spec)
+    options = native_options(shape, backend)
+    ends = may_have_whole_ends(shape, backend)
     found, source = constants.lookup((args.device, args.backend, args.dtype))
-    print(make_plan(lengths, HV=HV, constants=found, source=source, SMs=args.SMs, **options))
+    print(make_plan(lengths, HV=HV, constants=found, source=source, SMs=args.SMs, whole_ends=ends, **options))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ tasks, hence::
 
 A forward call has one sequence of n value heads. For a backend that summarises segments itself, `summarize` and
 `execute_segments` are timed as well, over one segment of n value heads; for one with `initial_state_gradients`, that method and the
-backward in both modes.
+backward in both modes; for one with `summarize_beside`, both steps of one plan with whole ends.
 
 Shipped constants contain more ways of execution than these few calls can find. A backend that has shipped constants keeps
 them, scaled to the measured times (`scaled`).
@@ -27,16 +27,26 @@ from typing import Any, NamedTuple
 import torch
 
 from kda_core import backward, buffers, chunk_kda, validate
-from kda_core.backend import SupportsMerge, SupportsSegments, SupportsStateGradients, saves_states
+from kda_core.backend import (
+    SupportsMerge,
+    SupportsSegments,
+    SupportsStateGradients,
+    SupportsWholeEnds,
+    saves_states,
+)
 from kda_core.contract import FLOAT_TENSORS, Feature, KdaInputs, KdaOptions, Tensors, dtype_name
 from kda_core.errors import DeviceError
 from kda_core.registry import REGISTRY, Choice
-from kda_cp.constants import SHIPPED_SMS, Constants, Pass, shipped
+from kda_cp import whole_ends
+from kda_cp.constants import SHIPPED_SMS, Beside, Constants, Pass, shipped
 from kda_cp.cost import call_us
 from kda_cp.merge import merge
+from kda_cp.plan import Plan
+from kda_cp.whole_ends_cost import WholeEndsModel
 
 SHORT, LONG = 2048, 8192  # tokens of the two timed calls
 FEW = 8  # tasks of a call that the work does not limit
+ENDS_TOKENS, ENDS_HEADS = 65536, 8  # of the call with whole ends
 D = 128  # K and V
 REPEATS = 20
 FLUSH_BYTES = 256 << 20  # several times the L2
@@ -74,13 +84,17 @@ def scaled(known: Pass, measured_us: Callable[[int, int], float], SMs: int) -> P
     lanes = tuple((max(1, n * SMs // SHIPPED_SMS), ns) for n, ns in known.chain)
     known = replace(known, chain=lanes)
     tasks = (1, FEW, SMs // 2, SMs)
-    factor = statistics.median(measured_us(n, LONG) / call_us(known, [LONG], n) for n in tasks)
+    return _times(known, statistics.median(measured_us(n, LONG) / call_us(known, [LONG], n) for n in tasks))
+
+
+def _times(p: Pass, factor: float) -> Pass:
+    """Returns a pass with all times multiplied by a factor."""
     return Pass(
-        chain=tuple((n, ns * factor) for n, ns in lanes),
-        intra_chunk_ns=known.intra_chunk_ns * factor,
-        work_ns=known.work_ns * factor,
-        call_us=known.call_us * factor,
-        even=known.even,
+        chain=tuple((n, ns * factor) for n, ns in p.chain),
+        intra_chunk_ns=p.intra_chunk_ns * factor,
+        work_ns=p.work_ns * factor,
+        call_us=p.call_us * factor,
+        even=p.even,
     )
 
 
@@ -130,7 +144,40 @@ def measure(device: torch.device, backend: str, dtype: torch.dtype) -> Constants
         passes = {"summarize": fitted("summarize", summarize_us), "execute": fitted("execute", execute_us)}
     names = gradient_calls(1, SHORT, device, dtype, backend)
     passes |= {name: fitted(name, gradients_us(name)) for name in names}
-    return replace(found, **passes)
+    found = replace(found, **passes)
+    if isinstance(chosen, SupportsWholeEnds):
+        found = replace(found, beside=measure_beside(found, known, device, dtype, backend))
+    return found
+
+
+def measure_beside(
+    constants: Constants, known: Constants | None, device: torch.device, dtype: torch.dtype, name: str
+) -> Beside:
+    """Returns `Constants.beside`: those of `known`, or else the passes of `constants`, scaled to the measured times of both steps of one
+    plan: the best one for `ENDS_TOKENS` tokens of `ENDS_HEADS` heads."""
+    beside = None if known is None else known.beside
+    if beside is None:
+        summarize, execute = constants.summarize, constants.execute
+        assert summarize is not None and execute is not None
+        beside = Beside(constants.forward, summarize, constants.forward, execute)
+    model = WholeEndsModel(replace(constants, beside=beside), ENDS_HEADS)
+    best = model.best([ENDS_TOKENS])
+    if best is None:
+        raise DeviceError("device", f"one that serves {ENDS_HEADS} heads with whole ends", str(device))
+    choice, inputs = _segment(ENDS_HEADS, ENDS_TOKENS, device, dtype, name)
+    execution = whole_ends.execution(Plan(best[0], whole_ends=True), inputs.shape, choice.backend)
+    steps = whole_ends.Steps(execution, inputs, buffers.allocate_outputs(inputs, execution.workspace_bytes))
+    measured = []
+    for step in (steps.summarize, steps.execute):
+        measured.append(device_us(step, device))
+        steps.merge()
+    first, last = (us / predicted for us, predicted in zip(measured, model.steps(best[0])))
+    return Beside(
+        first=_times(beside.first, first),
+        summarize=_times(beside.summarize, first),
+        last=_times(beside.last, last),
+        execute=_times(beside.execute, last),
+    )
 
 
 class SegmentCalls(NamedTuple):

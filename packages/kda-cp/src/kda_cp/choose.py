@@ -24,6 +24,7 @@ from kda_cp.constants import Constants, Pass
 from kda_cp.cost import CostModel
 from kda_cp.cuts import GRANULE, Segments, candidates
 from kda_cp.plan import Plan, Prediction
+from kda_cp.whole_ends_cost import WholeEndsModel
 
 MARGIN = 1.10
 RATIO_MARGIN = 2.0
@@ -44,6 +45,7 @@ def make_plan(
     window: int | Callable[[], int] = 0,
     crossing: bool = False,
     granule: int = GRANULE,
+    whole_ends: bool = False,
 ) -> Plan:
     """Returns the plan with the smallest predicted time. H is not an argument: costs are per value head.
 
@@ -61,6 +63,8 @@ def make_plan(
             takes long to answer: it is only called if a split may be fast enough.
         crossing: whether the sequences are fragments of longer ones. They are then summarised even if they are whole.
         granule: cuts are at multiples of this number of tokens.
+        whole_ends: whether the backend can execute a plan with whole ends (`Plan.whole_ends`). Such a plan needs `Constants.beside` and
+            one window, and splits the longest sequence.
 
     Returns:
         A plan with its prediction. It is serial if no sequence can be cut, and with "auto" also if no split is fast enough.
@@ -97,12 +101,19 @@ def make_plan(
         crossing=crossing, granule=granule,
     )  # fmt: skip
     serial = costs.total(whole)
-    if strategy == "auto" and serial < margin * costs.bound_of_any_split(lengths):
+    limit = serial / margin if strategy == "auto" else float("inf")
+    ends = None
+    if whole_ends and constants.beside is not None and strategy != "certified":
+        ends = WholeEndsModel(constants, HV, granule).best(lengths, limit)
+    if strategy == "auto" and ends is None and limit < costs.bound_of_any_split(lengths):
         return serial_plan(serial, f"{rule}; even a split that spreads all work evenly would not")
     # the window changes neither the time of whole sequences nor that bound
     costs = replace(costs, window=window if isinstance(window, int) else window())
-    limit = serial / margin if strategy == "auto" else float("inf")
-    best, time = _fastest(lengths, shortest, costs, limit)
+    ends = None if costs.window else ends
+    best, time = _fastest(lengths, shortest, costs, limit if ends is None else ends[1])
+    if best is None and ends is not None:
+        segments, time = ends
+        return Plan(segments, "exact", Prediction(time, serial, unit, rule), whole_ends=True)
     if best is None:
         return serial_plan(serial, f"{rule}; no candidate does")
     if strategy == "certified":
@@ -124,7 +135,7 @@ def predict(
 ) -> Prediction | None:
     """Returns the predicted costs of any plan; arguments as in `make_plan`.
 
-    Returns None for a CPU without constants, and for a split by certified decay.
+    Returns None for a CPU without constants, for a split by certified decay, and for whole ends whose cost is not known.
     """
     unit, HV, K, V = "us", positive_int("HV", HV), positive_int("K", K), positive_int("V", V)
     if constants is None:
@@ -133,12 +144,18 @@ def predict(
         constants, unit = _ratio_constants(SMs), "tokens"
     if plan.strategy == "certified" and plan.is_split:
         return None
+    if plan.whole_ends:
+        planned = None if constants.beside is None else WholeEndsModel(constants, HV).total(plan.segments)
+        if planned is None:
+            return None
     tokens = window if isinstance(window, int) else window()
     costs = CostModel(
         constants, HV, transition_calls=-(-K // V), vanished=False, native=native, window=tokens
     )
     serial = costs.total(tuple((n,) for n in plan.lengths))
-    return Prediction(costs.total(plan.segments), serial, unit, "no choice was made")
+    if not plan.whole_ends:
+        planned = costs.total(plan.segments)
+    return Prediction(planned, serial, unit, "no choice was made")
 
 
 def _ratio_constants(SMs: int) -> Constants:

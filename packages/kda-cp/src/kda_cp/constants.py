@@ -63,6 +63,24 @@ class Pass:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """Times of the calls of a plan with whole ends (`kda_cp.whole_ends`), each while the other one runs.
+
+    A whole call has as many lanes of the first way as it has heads; a call over the inner segments has the rest of the device. So its
+    lanes are fewer than those given here, and `work_ns` of `summarize` is longer, in proportion.
+
+    Attributes:
+        first, summarize: the first segment as a whole call, and `summarize` over the inner ones.
+        last, execute: the last segment as a whole call, and `execute_segments` over the inner ones.
+    """
+
+    first: Pass
+    summarize: Pass
+    last: Pass
+    execute: Pass
+
+
+@dataclass(frozen=True)
 class Constants:
     """Times of one backend on one device for one dtype of q, k, v.
 
@@ -77,6 +95,8 @@ class Constants:
             `disable_recompute`. None if they were not measured.
         state_gradients: constants of `initial_state_gradients` over all segments. None if the backend has no such method, or if they
             were not measured.
+        beside: constants of plans with whole ends. None if the backend is no `kda_core.backend.SupportsWholeEnds`, or if they were not
+            measured.
 
     Raises:
         ArgumentError: a number is negative or not finite, or only some of `summarize` and `execute`, or of the constants of the
@@ -91,6 +111,7 @@ class Constants:
     backward: Pass | None = None
     backward_dense: Pass | None = None
     state_gradients: Pass | None = None
+    beside: Beside | None = None
 
     def __post_init__(self) -> None:
         _check("merge_us", self.merge_us)
@@ -121,7 +142,17 @@ def _check(name: str, value: float) -> None:
 Key = tuple[str, str, str]
 """(device name as torch reports it, or "cpu"; backend; dtype such as "bfloat16")."""
 
+# kda-sm90 beside itself, from plans with whole ends of 2 to 12 heads on an H100: their predicted times are within 6% of the measured ones.
+_BESIDE = Beside(
+    first=Pass(chain=((17, 14.5),), intra_chunk_ns=0.0, work_ns=0.0, call_us=23.0, even=True),
+    summarize=Pass(chain=((32, 27.0),), intra_chunk_ns=0.0, work_ns=0.86, call_us=24.0, even=True),
+    last=Pass(chain=((17, 16.8),), intra_chunk_ns=0.0, work_ns=0.0, call_us=25.0, even=True),
+    execute=Pass(chain=((66, 21.9),), intra_chunk_ns=0.0, work_ns=0.5, call_us=17.0, even=True),
+)
+
 # kda-sm90 on an H200 with 132 SMs.
+#
+# forward, beside: those of `_H100`, because SMs limit these calls and both GPUs have the same.
 #
 # forward: the ns are those of the chains in long calls. With t tasks the intra-chunk stage keeps up with the chains while
 # t * (CTAs of a chain + SM ns of the stage per token / ns of a chain per token) <= 132. The stage alone takes 73 SM ns per
@@ -139,7 +170,7 @@ Key = tuple[str, str, str]
 # All values were then scaled to the times of one run of ``python -m kda_cp calibrate`` on an H200.
 _H200 = Constants(
     forward=Pass(
-        chain=((20, 15.1), (28, 20.8), (46, 29.6)), intra_chunk_ns=0.0, work_ns=0.0, call_us=28.6, even=True
+        chain=((17, 13.2), (32, 23.2), (46, 29.3)), intra_chunk_ns=0.0, work_ns=0.0, call_us=23.0, even=True
     ),
     merge_us=1.7,
     gather_ns=0.62,
@@ -156,21 +187,26 @@ _H200 = Constants(
     state_gradients=Pass(
         chain=((17, 16.1), (32, 27.3)), intra_chunk_ns=0.0, work_ns=0.67, call_us=24.1, even=True
     ),
+    beside=_BESIDE,
 )
 
 # kda-sm90 on an H100 with 132 SMs and 80 GB of HBM3: `_H200`, scaled by two runs of ``python -m kda_cp calibrate`` there, whose values differ
 # by less than 1%.
 _H100 = Constants(
     forward=Pass(
-        chain=((20, 15.2), (28, 21.0), (46, 29.8)), intra_chunk_ns=0.0, work_ns=0.0, call_us=28.9, even=True
+        chain=((17, 13.2), (32, 23.2), (46, 29.3)), intra_chunk_ns=0.0, work_ns=0.0, call_us=23.0, even=True
     ),
     merge_us=1.87,
     gather_ns=0.76,
     summarize=Pass(
-        chain=((14, 12.9), (24, 20.3), (32, 26.3)), intra_chunk_ns=0.0, work_ns=0.84, call_us=28.5, even=True
+        chain=((4, 10.0), (14, 12.4), (24, 19.6), (32, 26.3)),
+        intra_chunk_ns=0.0,
+        work_ns=0.86,
+        call_us=24.0,
+        even=True,
     ),
     execute=Pass(
-        chain=((32, 18.3), (66, 22.8), (132, 34.4)), intra_chunk_ns=0.0, work_ns=0.43, call_us=17.5, even=True
+        chain=((32, 14.4), (66, 21.8), (132, 33.0)), intra_chunk_ns=0.0, work_ns=0.5, call_us=13.0, even=True
     ),
     backward=Pass(chain=((32, 51.9), (64, 98.8)), intra_chunk_ns=1.46, work_ns=0.0, call_us=46.9, even=True),
     backward_dense=Pass(
@@ -179,6 +215,7 @@ _H100 = Constants(
     state_gradients=Pass(
         chain=((17, 17.0), (32, 28.9)), intra_chunk_ns=0.0, work_ns=0.7, call_us=25.5, even=True
     ),
+    beside=_BESIDE,
 )
 
 #: SMs of the devices of `SHIPPED`.
@@ -384,6 +421,8 @@ def _constants(entry: dict[str, Any]) -> Constants:
     for name in PASSES:
         if name == "forward" or known.get(name) is not None:
             known[name] = one_pass(known[name])
+    if known.get("beside") is not None:
+        known["beside"] = Beside(**{f.name: one_pass(known["beside"][f.name]) for f in fields(Beside)})
     return Constants(**known)
 
 

@@ -6,7 +6,7 @@ Backends that summarise segments themselves take the native path, `kda_cp.native
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from kda_core import contract
 from kda_core.backend import Backend, BackendSpec, SupportsSegments
 from kda_core.contract import CHECKPOINT_SPACING, KdaInputs, KdaOutputs, ProblemShape
 from kda_core.errors import ShapeError
-from kda_cp import certificate, native, saved_states
+from kda_cp import certificate, native, saved_states, whole_ends
 from kda_cp.cache import Cache
 from kda_cp.merge import merge
 from kda_cp.plan import Plan
@@ -48,8 +48,8 @@ def execute(plan: Plan, inputs: KdaInputs, outputs: KdaOutputs, backend: Backend
     if not route.is_split:
         return backend.chunk_fwd(inputs, outputs)
     with plain_mode(inputs.q.device.type):
-        if route.native_execution is not None:
-            native.execute(route.native_execution, inputs, outputs)
+        if route.of_backend is not None:
+            route.of_backend(inputs, outputs)
         else:
             call = Caller(backend, workspace)
             starts = initial_states(plan, inputs, outputs.o, call)
@@ -68,13 +68,13 @@ class _Route(NamedTuple):
     Attributes:
         backend: the backend. It is kept alive: the cache key contains its id, which no other object may get.
         is_split: whether the plan splits a sequence.
-        native_execution: the execution on the native path; None for the generic path, which makes forward calls.
+        of_backend: the execution by methods of the backend (`native`, `whole_ends`); None for the generic path, which makes forward calls.
         workspace_bytes: workspace of the largest call.
     """
 
     backend: Backend
     is_split: bool
-    native_execution: native.Execution | None
+    of_backend: Callable[[KdaInputs, KdaOutputs], None] | None
     workspace_bytes: int
 
 
@@ -91,8 +91,11 @@ def _route(plan: Plan, shape: ProblemShape, backend: Backend) -> _Route:
 def _find_route(plan: Plan, shape: ProblemShape, backend: Backend) -> _Route:
     if not plan.is_split:
         return _Route(backend, False, None, backend.workspace_bytes(shape))
+    if plan.whole_ends:
+        ends = whole_ends.execution(plan, shape, backend)
+        return _Route(backend, True, partial(whole_ends.execute, ends), ends.workspace_bytes)
     if plan.strategy == "exact" and (found := native.execution(plan, shape, backend)) is not None:
-        return _Route(backend, True, found, found.workspace_bytes)
+        return _Route(backend, True, partial(native.execute, found), found.workspace_bytes)
     return _Route(backend, True, None, max(map(backend.workspace_bytes, shapes(plan, shape, backend))))
 
 
@@ -108,6 +111,8 @@ def plain_mode(device_type: str) -> contextlib.AbstractContextManager[object]:
 
 def shapes(plan: Plan, shape: ProblemShape, backend: Backend) -> list[ProblemShape]:
     """Returns the shapes of all backend calls that a split plan makes."""
+    if plan.whole_ends:
+        return whole_ends.shapes(plan, shape, backend)
     if plan.strategy == "exact" and (found := native.execution(plan, shape, backend)) is not None:
         return [window.execution_shape for window in found.windows]
     segments = layout(plan)
@@ -125,6 +130,8 @@ def refusal(plan: Plan, inputs: KdaInputs, spec: BackendSpec, backend: Backend) 
         return why
     if not plan.is_split:
         return None
+    if plan.whole_ends and (why := whole_ends.refusal(plan, shape, backend)) is not None:
+        return why
     if (why := saved_states.refusal(plan, shape, spec, backend)) is not None:
         return why
     if (why := _refusal_over_pool(plan, shape, backend)) is not None:
@@ -142,7 +149,7 @@ def refusal(plan: Plan, inputs: KdaInputs, spec: BackendSpec, backend: Backend) 
 
 def executes_over_pools(plan: Plan | None, backend: Backend) -> bool:
     """Returns whether calls over a pool are executed by this plan without copies of states; None is any automatic plan."""
-    exact = plan is None or not plan.is_split or plan.strategy == "exact"
+    exact = plan is None or not plan.is_split or (plan.strategy == "exact" and not plan.whole_ends)
     return exact and isinstance(backend, SupportsSegments)
 
 

@@ -5,7 +5,7 @@ strategy    execution
 ==========  ====================================================================================================
 serial      one direct call of the backend
 exact       summaries of the segments, their merge, and one packed call over all segments from their true
-            initial states
+            initial states; with whole ends, the outer segments of a sequence are whole calls beside these
 certified   as exact, but without the transitions of which a certificate proves that they have vanished
             (`kda_cp.certificate`). The gain depends on the gates, so only the caller can ask for it
 ==========  ====================================================================================================
@@ -58,16 +58,20 @@ class Plan:
         segments: for each sequence the lengths of its segments in tokens, in order. ``(L,)`` leaves the sequence
             whole. Cuts may be at any token.
         strategy: "serial", "exact" or "certified".
+        whole_ends: whether the first and the last segment of the split sequence are whole calls, beside the calls over its inner
+            segments (`kda_cp.whole_ends`). Requires the strategy "exact", and exactly one split sequence, with at least three segments.
         prediction: None for a plan without a prediction.
 
     Raises:
         ArgumentError: `segments` contains anything but integers; a sequence has no segments, a negative segment, or an
-            empty segment beside others; the strategy is unknown; or it is "serial" and a sequence is split.
+            empty segment beside others; the strategy is unknown; it is "serial" and a sequence is split; or `whole_ends` is set
+            for other plans than those above.
     """
 
     segments: tuple[tuple[int, ...], ...]
     strategy: Strategy = "exact"
     prediction: Prediction | None = field(default=None, compare=False)
+    whole_ends: bool = False
     # Computed once: torch.compile cannot trace the json module.
     _json: str = field(init=False, compare=False, repr=False)
     # Computed once: every split call looks up its plan in caches.
@@ -88,7 +92,17 @@ class Plan:
                 raise ArgumentError(f"segments[{n}]", expected, repr(s))
         if self.strategy == "serial" and self.is_split:
             raise ArgumentError("strategy", "'exact' or 'certified' for a plan that splits", "'serial'")
-        data = {"strategy": self.strategy, "segments": self.segments}
+        data: dict[str, object] = {"strategy": self.strategy, "segments": self.segments}
+        if self.whole_ends:
+            split = [s for s in self.segments if len(s) > 1]
+            if self.strategy != "exact" or len(split) != 1 or len(split[0]) < 3:
+                expected = (
+                    "False, except for an exact plan with one split sequence, of at least three segments"
+                )
+                raise ArgumentError(
+                    "whole_ends", expected, f"True with {self.strategy!r} and {self.segments}"
+                )
+            data["whole_ends"] = True
         object.__setattr__(self, "_json", json.dumps(data, separators=(",", ":")))
         # Without the strategy: a hash of integers, unlike that of a str, is the same in every process.
         object.__setattr__(self, "_hash", hash(self.segments))
@@ -134,8 +148,8 @@ class Plan:
         """
         try:
             data = json.loads(text)
-            segments, strategy = data["segments"], data["strategy"]
-            return cls(tuple(tuple(s) for s in segments), strategy)
+            segments = tuple(tuple(s) for s in data["segments"])
+            return cls(segments, data["strategy"], whole_ends=bool(data.get("whole_ends", False)))
         except (ValueError, TypeError, KeyError) as error:  # ArgumentError is a ValueError
             raise ArgumentError("context_parallel", "a plan of kda-cp as JSON", str(error)) from error
 
@@ -145,6 +159,9 @@ class Plan:
         else:
             kinds = Counter(f"{sum(s)} in {len(s)}" for s in self.segments if len(s) > 1)
             text = ", ".join(f"{n}x {kind}" if n > 1 else kind for kind, n in kinds.items())
+            if self.whole_ends:
+                (split,) = (s for s in self.segments if len(s) > 1)
+                text += f" with whole ends of {split[0]} and {split[-1]}"
             if whole := sum(len(s) == 1 for s in self.segments):
                 text += f", {whole} whole"
         prediction = "" if self.prediction is None else f"; {self.prediction}"

@@ -13,7 +13,14 @@ from typing import TypedDict
 
 from torch import Tensor
 
-from kda_core.backend import Backend, BackendSpec, SupportsSegments, SupportsStateGradients, saves_states
+from kda_core.backend import (
+    Backend,
+    BackendSpec,
+    SupportsSegments,
+    SupportsStateGradients,
+    SupportsWholeEnds,
+    saves_states,
+)
 from kda_core.contract import KdaGradients, KdaInputs, KdaOutputs, ProblemShape, besides_tokens
 from kda_core.errors import ArgumentError, PlannerError
 from kda_cp import constants
@@ -206,7 +213,7 @@ def _choose(
         return _serial(lengths, _unmeasured(spec))
     plan = make_plan(
         lengths, HV=s.HV, K=s.K, V=s.V, constants=m.constants, source=m.source, SMs=m.SMs, granule=granule_of(s),
-        **native_options(s, backend),
+        whole_ends=may_have_whole_ends(s, backend), **native_options(s, backend),
     )  # fmt: skip
     if not refuse:
         return plan
@@ -276,6 +283,19 @@ def _window_tokens(shape: ProblemShape, backend: Backend) -> int:
 
 _summarises = Cache(64)
 """Whether a backend has the methods of `SupportsSegments`, which takes long to find, and the backend, which is kept alive for its id."""
+
+
+def may_have_whole_ends(shape: ProblemShape, backend: Backend) -> bool:
+    """Returns whether a plan with whole ends may execute a call."""
+    if not _runs_beside.get(id(backend), lambda: (isinstance(backend, SupportsWholeEnds), backend))[0]:
+        return False
+    from kda_cp import whole_ends
+
+    return whole_ends.refusal_of_shape(shape) is None
+
+
+_runs_beside = Cache(64)
+"""The same for the methods of `SupportsWholeEnds`."""
 
 
 def options_of_backward(backend: Backend) -> NativeOptions:

@@ -7,7 +7,7 @@ SPEC = PlannerSpec(
     name="cp",
     abi=(
         2,
-        7,
+        10,
     ),  # the ABI that this package was written for, which may differ from that of the installed kda-core
     target="kda_cp.planner:ContextParallelPlanner",
     install=install.command("kda-cp"),

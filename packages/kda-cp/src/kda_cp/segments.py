@@ -109,6 +109,13 @@ def gradient_shape(
     )  # fmt: skip
 
 
+def whole_shape(shape: ProblemShape, segments: Sequence[Segment], **options: Any) -> ProblemShape:
+    """Returns the shape of a call over these segments as sequences of their own; that over one segment is not packed. ``options`` as in
+    `execution_shape`."""
+    call = execution_shape(shape, [segments], **options)
+    return replace(call, index_dtype=None) if len(segments) == 1 else call
+
+
 def _packed_shape(shape: ProblemShape, T: int, N: int, **options: Any) -> ProblemShape:
     options = {"use_graph": False, "max_num_seqs": None} | options
     return replace(
@@ -124,7 +131,8 @@ def index_dtype(T: int) -> torch.dtype:
 
 # ---- tensors
 
-_PER_TOKEN = ("q", "k", "v", "g", "beta")
+PER_TOKEN = ("q", "k", "v", "g", "beta")
+"""The inputs that have a row for every token."""
 
 
 def packed(x: Tensor) -> Tensor:
@@ -187,7 +195,7 @@ def segment_inputs(
             inputs, shape=shape, initial_state=initial_state.contiguous(), cu_seqlens=cu_seqlens, cu_seqlens_cpu=host,
             segments=of,
         )  # fmt: skip
-    selected = {n: tensors[n] if n in tensors else _select(getattr(inputs, n), spans) for n in _PER_TOKEN}
+    selected = {n: tensors[n] if n in tensors else _select(getattr(inputs, n), spans) for n in PER_TOKEN}
     found = replaced(
         inputs, shape=shape, initial_state=initial_state, cu_seqlens=cu_seqlens, cu_seqlens_cpu=host, **selected
     )  # fmt: skip
@@ -204,9 +212,7 @@ def replaced(inputs: KdaInputs, *, shape: ProblemShape, **tensors: Tensor | None
     """Returns `inputs` with another shape and other tensors, made contiguous and aligned as backends expect them. In a call over a pool,
     strided inputs may stay strided: only a backend that declares `Feature.STRIDED` receives them."""
     own = (tensors[name] if name in tensors else getattr(inputs, name) for name in Tensors._fields)
-    strided = inputs.pool is not None and not all(
-        getattr(inputs, name).is_contiguous() for name in _PER_TOKEN
-    )
+    strided = inputs.pool is not None and not all(getattr(inputs, name).is_contiguous() for name in PER_TOKEN)
     return buffers.make_inputs(Tensors._make(own), shape, strided=strided, pool=inputs.pool)
 
 

@@ -13,9 +13,15 @@ from kda_cute.decode import make_decode
 from kda_cute.host import dense, is_strided, merge_segments, pass_states, refusal, with_token_strides
 from kda_cute.journal import make_journal
 from kda_sm90 import backward
-from kda_sm90.config import ARCH
-from kda_sm90.launch import Launch, compiled, make_launch, on_device_of, sm_count
-from kda_sm90.launch_config import launch_config, segment_launch_configs, workspace_bytes
+from kda_sm90.config import ARCH, Mode
+from kda_sm90.launch import Launch, at_the_same_time, compiled, make_launch, on_device_of, sm_count
+from kda_sm90.launch_config import (
+    beside_workspace_bytes,
+    launch_config,
+    launch_configs_beside,
+    segment_launch_configs,
+    workspace_bytes,
+)
 
 
 class Sm90Backend:
@@ -132,6 +138,34 @@ class Sm90Backend:
         on_device_of(inputs.q, segment_launches(inputs.shape, spacing)[1], inputs, outputs)
         return outputs
 
+    # ---- first and last segments as whole calls beside the inner ones
+
+    def whole_ends_workspace_bytes(
+        self, first: ProblemShape, inner: ProblemShape, last: ProblemShape
+    ) -> tuple[int, int]:
+        return beside_workspace_bytes(first, inner, last, sm_count())
+
+    def summarize_beside(
+        self,
+        whole: KdaInputs,
+        whole_outputs: KdaOutputs,
+        inputs: KdaInputs,
+        exits: torch.Tensor,
+        transitions: torch.Tensor,
+        workspace: torch.Tensor,
+    ) -> None:
+        beside, summarize = launches_beside(whole.shape, inputs.shape, "summarize", longest_of(whole))
+        outputs = KdaOutputs(inputs.v, exits, None, workspace)
+        summary = lambda: summarize(inputs, outputs, transitions)
+        on_device_of(inputs.q, at_the_same_time, inputs.q, lambda: beside(whole, whole_outputs), summary)
+
+    def execute_beside(
+        self, whole: KdaInputs, whole_outputs: KdaOutputs, inputs: KdaInputs, outputs: KdaOutputs
+    ) -> None:
+        beside, execute = launches_beside(whole.shape, inputs.shape, "execute", longest_of(whole))
+        segments = lambda: execute(inputs, outputs)
+        on_device_of(inputs.q, at_the_same_time, inputs.q, lambda: beside(whole, whole_outputs), segments)
+
     # ---- gradients of the states between segments
 
     def state_gradients_workspace_bytes(self, shape: ProblemShape) -> int:
@@ -188,3 +222,12 @@ def segment_launches(shape: ProblemShape, spacing: int = 0) -> tuple[Launch, Lau
     """Returns the launches (summarize, execute) of segments packed along T; ``spacing`` as in `launch_config`."""
     configs = segment_launch_configs(shape, sm_count(), spacing)
     return make_launch(shape, configs.summarize), make_launch(shape, configs.execute, spacing)
+
+
+@functools.lru_cache(maxsize=1024)
+def launches_beside(
+    whole: ProblemShape, inner: ProblemShape, mode: Mode, longest: int | None
+) -> tuple[Launch, Launch]:
+    """Returns the launches of `launch_configs_beside`: of the whole call, and of the inner segments."""
+    configs = launch_configs_beside(whole, inner, mode, sm_count(), longest)
+    return make_launch(whole, configs.whole), make_launch(inner, configs.inner)

@@ -43,6 +43,41 @@ def on_device_of(x: torch.Tensor, launch: Any, *arguments: Any) -> None:
             launch(*arguments)
 
 
+def at_the_same_time(x: torch.Tensor, first: Callable[[], None], second: Callable[[], None]) -> None:
+    """Launches ``first`` on a side stream, beside ``second`` on the current stream, which then waits for both. ``x`` names the device; for
+    CPU tensors the launches are emulated one after the other."""
+    device = x.get_device()
+    if device < 0:
+        first()
+        second()
+        return
+    current = torch.cuda.current_stream(device)
+    side = _side_stream(device, current.cuda_stream)
+    side.fork.record(current)
+    side.stream.wait_event(side.fork)
+    try:
+        with torch.cuda.stream(side.stream):
+            first()
+        second()
+    finally:  # also a capture that fails must end with its streams joined
+        side.join.record(side.stream)
+        current.wait_event(side.join)
+
+
+class SideStream(NamedTuple):
+    """A stream beside another one, and the events at which they part and meet."""
+
+    stream: torch.cuda.Stream
+    fork: torch.cuda.Event
+    join: torch.cuda.Event
+
+
+@functools.lru_cache(maxsize=256)
+def _side_stream(device: int, stream: int) -> SideStream:
+    """Returns the side stream of a stream. Each stream has its own, so that a capture on one does not include calls on another."""
+    return SideStream(torch.cuda.Stream(device, priority=-1), torch.cuda.Event(), torch.cuda.Event())
+
+
 NO_BACKWARD = BackwardArguments()
 
 

@@ -12,6 +12,7 @@ speed only: every candidate is correct.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache, update_wrapper
@@ -24,6 +25,7 @@ from kda_cute.host import DTYPES, gate_of
 from kda_sm90 import layouts
 from kda_sm90.config import (
     CLUSTER,
+    HALVES,
     LOCAL_PERIOD,
     SPACINGS,
     Gate,
@@ -132,6 +134,14 @@ RING_RECORDS = 320
 ABOUT_EQUAL = 1.015
 #: Queues are clearly shorter if they have at most this share of the slots. 64 queues instead of 61 at 1, 8192, 64 have 0.94.
 CLEARLY_SHORTER = 0.95
+
+#: Fewest SMs of a launch beside another one: two clusters, because a whole call needs CTAs of both roles.
+LEAST_SHARE = 4
+#: Chunk size of inner segments beside a whole call. With chunks of 64, summarize takes 15% longer at 65536 tokens of 8 heads
+#: (docs/kernels/segments.md).
+INNER_CHUNK = 32
+#: Factor on CHAIN_NS of whole calls beside segments. They are long, so their start is a small part.
+LONG_CHAIN = 0.9
 
 CHUNKS = (64, 32)
 
@@ -377,33 +387,95 @@ def segment_launch_configs(shape: ProblemShape, sms: int = SMS, spacing: int = 0
         )
         candidates.append((summarize, execute))
     summarize, execute = min(candidates, key=lambda both: sum(choice.total_ns for choice in both))
-    records = summarize.model.items + 1  # the last one takes the items of slots without a chunk
-    serving = shape.pool is not None
     return SegmentLaunchConfigs(
-        summarize=LaunchConfig(
-            PrefillConfig(
-                summarize.model.chunk,
-                summarize.model.warpgroups,
-                mode="summarize",
-                serving=serving,
-                **_gate(shape),
-            ),
-            summarize.model.intra_chunk_ctas(summarize.queues),
-            summarize.queues,
-            records,
-        ),
-        execute=LaunchConfig(
-            PrefillConfig(
-                execute.model.chunk,
-                execute.model.warpgroups,
-                mode="execute",
-                serving=serving,
-                **_written(shape, spacing),
-            ),
-            0,
-            execute.queues,
-            records,
-        ),
+        summarize=_over_segments(shape, summarize),
+        execute=_over_segments(shape, execute, **_written(shape, spacing)),
+    )
+
+
+def _over_segments(shape: ProblemShape, choice: _Choice, **written: Any) -> LaunchConfig:
+    """Returns the launch of a choice in the mode ``summarize`` or ``execute``. ``written``: `_written`."""
+    model, queues = choice
+    gate: dict[str, Any] = {} if model.mode == "execute" else _gate(shape)
+    config = PrefillConfig(
+        model.chunk, model.warpgroups, mode=model.mode, serving=shape.pool is not None, **gate, **written
+    )
+    ctas = 0 if config.reads_records else model.intra_chunk_ctas(queues)
+    records = model.items + 1  # the last one takes the items of slots without a chunk
+    return LaunchConfig(config, ctas, queues, records)
+
+
+class LaunchConfigsBeside(NamedTuple):
+    """Two launches at the same time: a whole call, and one over segments."""
+
+    whole: LaunchConfig
+    inner: LaunchConfig
+
+
+def launch_configs_beside(
+    whole: ProblemShape, inner: ProblemShape, mode: Mode, sms: int = SMS, longest: int | None = None
+) -> LaunchConfigsBeside:
+    """Returns both launches, with as many CTAs together as the device has SMs, so that it can run them at the same time.
+
+    The whole call gets the fewest SMs with which it is no slower than the other launch, or about as fast as with all that it can get.
+    ``execute`` has chains of one half only. Chains of both halves would be faster, but take so much bandwidth that both launches take 1.4
+    to 1.5 times as long as the whole call alone, instead of 1.15 to 1.3 times (docs/kernels/segments.md).
+
+    Args:
+        whole: the whole call.
+        inner: the segments, packed along T.
+        mode: of the launch over the segments, ``summarize`` or ``execute``. Both modes have the same chunk size.
+        sms: SMs of the device, at least 8.
+        longest: of the whole call, as in `launch_config`.
+    """
+    return _beside(_slots(whole), _slots(inner), mode, sms, longest)
+
+
+def beside_workspace_bytes(
+    first: ProblemShape, inner: ProblemShape, last: ProblemShape, sms: int = SMS
+) -> tuple[int, int]:
+    """Returns the workspace sizes of the whole calls ``first`` and ``last``, for all lengths of packed sequences, and of both launches over
+    ``inner``."""
+    both: tuple[tuple[ProblemShape, Mode], ...] = ((first, "summarize"), (last, "execute"))
+    of_whole = of_inner = 0
+    for whole, mode in both:
+        if whole.varlen:
+            size = workspace_bytes(
+                whole, sms
+            )  # a launch on a part of the device has fewer queues and fewer records
+        else:
+            size = launch_configs_beside(whole, inner, mode, sms).whole.workspace_bytes
+        of_whole = max(of_whole, size)
+        for warpgroups in (1, 2):
+            model = _model(inner, INNER_CHUNK, warpgroups, sms - LEAST_SHARE, mode=mode)
+            size = layouts.workspace_bytes(model.items + 1, model.most, INNER_CHUNK, HALVES[mode])
+            of_inner = max(of_inner, size)
+    return of_whole, of_inner
+
+
+@lru_cache(maxsize=1024)
+def _beside(whole: _Slots, inner: _Slots, mode: Mode, sms: int, longest: int | None) -> LaunchConfigsBeside:
+    if sms < 2 * LEAST_SHARE:
+        raise ValueError(f"sms: expected at least {2 * LEAST_SHARE}, got {sms}")
+    written = _written(inner.shape, 0) if mode == "execute" else {}
+
+    def of_whole(share: int) -> _Choice:
+        models = [_model(whole.shape, chunk, warpgroups, share, longest) for chunk, warpgroups in CHAIN_NS]
+        for model in models:
+            model.chain_ns *= LONG_CHAIN
+        return _fastest(models)
+
+    def of_inner(share: int) -> _Choice:
+        ways = (1,) if mode == "execute" else (1, 2)
+        return _fastest([_model(inner.shape, INNER_CHUNK, n, sms - share, mode=mode) for n in ways])
+
+    shares = range(LEAST_SHARE, sms - LEAST_SHARE + 1, CLUSTER)
+    enough = ABOUT_EQUAL * of_whole(shares[-1]).total_ns
+    # More SMs make the whole call faster, and the other launch slower.
+    is_enough = lambda share: of_whole(share).total_ns <= max(enough, of_inner(share).total_ns)
+    share = shares[bisect_left(shares, True, hi=len(shares) - 1, key=is_enough)]
+    return LaunchConfigsBeside(
+        _with_rings(whole.shape, of_whole(share)), _over_segments(inner.shape, of_inner(share), **written)
     )
 
 

@@ -7,7 +7,7 @@ SPEC = BackendSpec(
     name="sm90",
     abi=(
         2,
-        9,
+        10,
     ),  # the ABI that this package was written for, which may differ from that of the installed kda-core
     archs=frozenset({(9, 0)}),
     features=frozenset(

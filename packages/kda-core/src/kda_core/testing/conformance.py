@@ -28,8 +28,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import kda_core
 from kda_core import arguments, buffers, contract
-from kda_core.backend import SAVES_SINCE, SupportsMerge, SupportsSegments
-from kda_core.contract import Feature
+from kda_core.backend import SAVES_SINCE, SupportsMerge, SupportsSegments, SupportsWholeEnds
+from kda_core.contract import Feature, KdaInputs, KdaOutputs
 from kda_core.errors import ArgumentError
 from kda_core.registry import REGISTRY, arch_matches, record_calls
 from kda_core.serving import bind
@@ -630,6 +630,53 @@ class BackendConformance(
         assert backend.execute_segments(inputs, outputs) is outputs
         assert outputs.final_state is not None
         kda.check(case, outputs.o, outputs.final_state[3:])
+
+    @pytest.mark.parametrize("family", [PLAIN, "steep", "slow", "memory"])
+    def test_whole_ends(self, kda: Runner, family: str) -> None:
+        """A sequence whose first and last segment are whole calls beside the inner segments agrees with the whole sequence. Unlike other
+        workspaces, these have no more bytes than the backend asks for."""
+        kda.require(Feature.SEGMENT_SUMMARY, Feature.VARLEN, Feature.INITIAL_STATE, Feature.FINAL_STATE)
+        backend: Any = REGISTRY.load(REGISTRY.find(kda.backend).spec)
+        if not isinstance(backend, SupportsWholeEnds):
+            pytest.skip(f"{NOT_DECLARED}summarize_beside")
+        case = kda.case(family, 230, HV=2, initial_state=True)
+        x = case.arguments
+        kda.may_run(x | {"output_final_state": True})
+        bounds = (0, 70, 100, 167, 230)  # of the segments
+        first, last = slice(*bounds[:2]), slice(*bounds[-2:])
+        inner = slice(bounds[1], bounds[-2])
+        cu_seqlens = torch.tensor([n - inner.start for n in bounds[1:-1]], dtype=torch.int32)
+        states = x["initial_state"].new_zeros(4, *x["initial_state"].shape[1:])
+        exits = torch.full_like(states, torch.nan)
+        per_token = ("q", "k", "v", "g", "beta")
+
+        def inputs(tokens: slice, start: torch.Tensor, final: bool, **more: Any) -> KdaInputs:
+            own = {name: x[name][:, tokens] for name in per_token} | {"initial_state": start} | more
+            return kda.backend_inputs(x | own, output_final_state=final)
+
+        offsets = {"cu_seqlens": cu_seqlens.to(kda.device), "cu_seqlens_cpu": cu_seqlens}
+        head = inputs(first, x["initial_state"], True)
+        middle = inputs(inner, states[1:-1], False, **offsets)
+        tail_shape = inputs(last, states[-1:], True).shape
+        sizes = backend.whole_ends_workspace_bytes(head.shape, middle.shape, tail_shape)
+        whole, rest = (torch.full((n,), 255, dtype=torch.uint8, device=kda.device) for n in sizes)
+        o = torch.full_like(x["v"], torch.nan)
+        transitions = states.new_full((4, 2, tail_shape.K, tail_shape.K), torch.nan)
+        outputs = KdaOutputs(o[:, first], exits[:1], None, whole)
+        backend.summarize_beside(head, outputs, middle, exits[1:-1], transitions[1:-1], rest)
+        true = states.double()
+        true[1] = exits[0]
+        for i in (1, 2):
+            true[i + 1] = transitions[i].double() @ true[i] + exits[i].double()
+        states.copy_(true)
+        final = torch.full_like(x["initial_state"], torch.nan)
+        backend.execute_beside(
+            inputs(last, states[-1:], True),
+            KdaOutputs(o[:, last], final, None, whole),
+            replace(middle, initial_state=states[1:-1]),
+            KdaOutputs(o[:, inner], None, None, rest),
+        )
+        kda.check(case, o, final)
 
     @pytest.mark.parametrize("disable_recompute", (False, True), ids=("default", "disable_recompute"))
     def test_segments_that_save_states(self, kda: Runner, disable_recompute: bool) -> None:

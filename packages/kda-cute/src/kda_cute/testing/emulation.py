@@ -33,6 +33,7 @@ from kda_cute.jit.dsl import FUNCTION
 
 OPTIONAL = (
     "segment_workspace_bytes", "summarize", "merge_segments", "execute_segments",
+    "whole_ends_workspace_bytes", "summarize_beside", "execute_beside",
     "backward_workspace_bytes", "chunk_bwd_into", "recurrent_fwd", "journal_decode", "journal_fold",
     "state_gradients_workspace_bytes", "initial_state_gradients",
 )  # fmt: skip
