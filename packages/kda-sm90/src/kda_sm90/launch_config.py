@@ -459,23 +459,27 @@ def _beside(whole: _Slots, inner: _Slots, mode: Mode, sms: int, longest: int | N
         raise ValueError(f"sms: expected at least {2 * LEAST_SHARE}, got {sms}")
     written = _written(inner.shape, 0) if mode == "execute" else {}
 
-    def of_whole(share: int) -> _Choice:
+    def whole_models(share: int) -> list[_Model]:
         models = [_model(whole.shape, chunk, warpgroups, share, longest) for chunk, warpgroups in CHAIN_NS]
         for model in models:
             model.chain_ns *= LONG_CHAIN
-        return _fastest(models)
+        return models
 
-    def of_inner(share: int) -> _Choice:
+    def inner_models(share: int) -> list[_Model]:
         ways = (1,) if mode == "execute" else (1, 2)
-        return _fastest([_model(inner.shape, INNER_CHUNK, n, sms - share, mode=mode) for n in ways])
+        return [_model(inner.shape, INNER_CHUNK, n, sms - share, mode=mode) for n in ways]
 
     shares = range(LEAST_SHARE, sms - LEAST_SHARE + 1, CLUSTER)
-    enough = ABOUT_EQUAL * of_whole(shares[-1]).total_ns
+    wholes, inners = whole_models(shares[-1]), inner_models(shares[0])
+    of_whole = lambda share: min(model.even_ns(share) for model in wholes)
+    of_inner = lambda share: min(model.even_ns(sms - share) for model in inners)
+    enough = ABOUT_EQUAL * of_whole(shares[-1])
     # More SMs make the whole call faster, and the other launch slower.
-    is_enough = lambda share: of_whole(share).total_ns <= max(enough, of_inner(share).total_ns)
+    is_enough = lambda share: of_whole(share) <= max(enough, of_inner(share))
     share = shares[bisect_left(shares, True, hi=len(shares) - 1, key=is_enough)]
     return LaunchConfigsBeside(
-        _with_rings(whole.shape, of_whole(share)), _over_segments(inner.shape, of_inner(share), **written)
+        _with_rings(whole.shape, _fastest(whole_models(share))),
+        _over_segments(inner.shape, _fastest(inner_models(share)), **written),
     )
 
 
@@ -575,6 +579,12 @@ class _Model:
         return (
             self.start_ns + self.first_ns + max(self.intra_chunk_ns(queues), self.chains_ns(queues)) + cut_ns
         )
+
+    def even_ns(self, sms: int) -> float:
+        """Returns about the time of the launch on this number of SMs in ns: as if any number of queues and items were possible. Needs no
+        search, unlike `best`."""
+        work = self.items * (self.item_ns / self.groups + self.chain_ctas * self.chain_ns)
+        return self.start_ns + self.first_ns + max(work / sms, self.longest * self.chain_ns, self.least_ns)
 
     def best(self) -> int:
         """Returns the number of queues with the smallest time, the fewest of equals."""
