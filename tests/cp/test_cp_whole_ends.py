@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from kda_core.registry import REGISTRY, record_calls
 from kda_core.testing import error, make_inputs, token_oracle
 from kda_core.testing.conformance import BackendConformance
 from kda_core.testing.runner import Runner
-from kda_cp import Constants, Pass, Plan, constants, make_plan, native, predict
+from kda_cp import Constants, Pass, Plan, calibrate, constants, make_plan, native, predict
 from kda_cp.constants import Beside
 from kda_cp.whole_ends_cost import LARGEST_SHARE, WholeEndsModel
 
@@ -249,3 +250,29 @@ def test_constants_of_whole_ends_survive_storage(stored):
     stored(KEY, H100)
     found, source = constants.lookup(KEY)
     assert (found, source) == (H100, "calibrated") and isinstance(found.beside, Beside)
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["shipped", "new"])
+def test_calibration_scales_both_steps_to_their_measured_times(is_known, beside, monkeypatch):
+    monkeypatch.setattr(calibrate, "ENDS_TOKENS", 2048)
+    monkeypatch.setattr(calibrate, "ENDS_HEADS", 2)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=66)
+    )
+    times = iter((400.0, 90.0))
+    monkeypatch.setattr(calibrate, "device_us", lambda call, device: next(times))
+    c = beside_constants()
+    known = c if is_known else None
+    found = calibrate.measure_beside(c, known, torch.device("cpu"), torch.bfloat16, "beside")
+    lanes = 4 if is_known else 8  # half of the SMs of the device whose constants are shipped
+    assert found.first.chain[0][0] == found.last.chain[0][0] == lanes
+    model = WholeEndsModel(replace(c, beside=found), 2)
+    same = Beside(*(Pass(((n, 100.0),), 0.0, 0.0, 1.0) for n in (lanes, 2 * lanes) * 2))
+    segments, _ = WholeEndsModel(replace(c, beside=same), 2).best([2048])
+    assert model.steps(segments) == pytest.approx((400.0, 90.0))
+
+
+def test_calibration_finds_no_constants_where_heads_take_most_of_the_device(beside, monkeypatch):
+    whole = Pass(((8, 100.0),), 0.0, 0.0, 1.0)
+    c = Constants(whole, 0.1, 0.01, whole, whole)
+    assert calibrate.measure_beside(c, None, torch.device("cpu"), torch.bfloat16, "beside") is None

@@ -7,6 +7,7 @@ import torch
 from helpers.support import problem_shape
 
 from kda_core import buffers, validate
+from kda_core.backend import SupportsWholeEnds
 from kda_core.contract import KdaOptions, KdaOutputs
 from kda_core.testing import error, make_inputs, token_oracle, tolerance
 from kda_sm90 import layouts
@@ -14,6 +15,11 @@ from kda_sm90.backend import Sm90Backend
 from kda_sm90.launch_config import segment_launch_configs
 
 shape = functools.partial(problem_shape, (9, 0))
+
+
+def test_the_backend_has_whole_calls_beside_segments():
+    """Otherwise the kit skips its test of them."""
+    assert isinstance(Sm90Backend(), SupportsWholeEnds)
 
 
 @pytest.mark.parametrize("sms", (4, 20, 132))

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -81,10 +81,14 @@ def scaled(known: Pass, measured_us: Callable[[int, int], float], SMs: int) -> P
     Lanes are scaled by the number of SMs. Times are scaled by one factor: the median over calls of n tasks, for n = 1,
     `FEW`, half of the SMs and all SMs.
     """
-    lanes = tuple((max(1, n * SMs // SHIPPED_SMS), ns) for n, ns in known.chain)
-    known = replace(known, chain=lanes)
+    known = _with_lanes_of(known, SMs)
     tasks = (1, FEW, SMs // 2, SMs)
     return _times(known, statistics.median(measured_us(n, LONG) / call_us(known, [LONG], n) for n in tasks))
+
+
+def _with_lanes_of(p: Pass, SMs: int) -> Pass:
+    """Returns a pass of a GPU with `SHIPPED_SMS` with the lanes of a GPU with this number of SMs."""
+    return replace(p, chain=tuple((max(1, n * SMs // SHIPPED_SMS), ns) for n, ns in p.chain))
 
 
 def _times(p: Pass, factor: float) -> Pass:
@@ -152,18 +156,20 @@ def measure(device: torch.device, backend: str, dtype: torch.dtype) -> Constants
 
 def measure_beside(
     constants: Constants, known: Constants | None, device: torch.device, dtype: torch.dtype, name: str
-) -> Beside:
+) -> Beside | None:
     """Returns `Constants.beside`: those of `known`, or else the passes of `constants`, scaled to the measured times of both steps of one
-    plan: the best one for `ENDS_TOKENS` tokens of `ENDS_HEADS` heads."""
-    beside = None if known is None else known.beside
-    if beside is None:
+    plan: the best one for `ENDS_TOKENS` tokens of `ENDS_HEADS` heads. None if there is no such plan."""
+    if known is not None and known.beside is not None:
+        SMs = torch.cuda.get_device_properties(device).multi_processor_count
+        beside = Beside(*(_with_lanes_of(getattr(known.beside, f.name), SMs) for f in fields(Beside)))
+    else:
         summarize, execute = constants.summarize, constants.execute
         assert summarize is not None and execute is not None
         beside = Beside(constants.forward, summarize, constants.forward, execute)
     model = WholeEndsModel(replace(constants, beside=beside), ENDS_HEADS)
     best = model.best([ENDS_TOKENS])
     if best is None:
-        raise DeviceError("device", f"one that serves {ENDS_HEADS} heads with whole ends", str(device))
+        return None
     choice, inputs = _segment(ENDS_HEADS, ENDS_TOKENS, device, dtype, name)
     execution = whole_ends.execution(Plan(best[0], whole_ends=True), inputs.shape, choice.backend)
     steps = whole_ends.Steps(execution, inputs, buffers.allocate_outputs(inputs, execution.workspace_bytes))

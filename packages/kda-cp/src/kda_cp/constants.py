@@ -142,7 +142,8 @@ def _check(name: str, value: float) -> None:
 Key = tuple[str, str, str]
 """(device name as torch reports it, or "cpu"; backend; dtype such as "bfloat16")."""
 
-# kda-sm90 beside itself, from plans with whole ends of 2 to 12 heads on an H100: their predicted times are within 6% of the measured ones.
+# kda-sm90 beside itself, from plans with whole ends of 2 to 12 heads on an H100: predicted times with slow gates are within 7% of the
+# measured ones.
 _BESIDE = Beside(
     first=Pass(chain=((17, 14.5),), intra_chunk_ns=0.0, work_ns=0.0, call_us=23.0, even=True),
     summarize=Pass(chain=((32, 27.0),), intra_chunk_ns=0.0, work_ns=0.86, call_us=24.0, even=True),
@@ -152,7 +153,7 @@ _BESIDE = Beside(
 
 # kda-sm90 on an H200 with 132 SMs.
 #
-# forward, beside: those of `_H100`, because SMs limit these calls and both GPUs have the same.
+# forward, beside: those of `_H100`, because both GPUs have the same SMs, which limit all of these calls but `execute`. Not measured here.
 #
 # forward: the ns are those of the chains in long calls. With t tasks the intra-chunk stage keeps up with the chains while
 # t * (CTAs of a chain + SM ns of the stage per token / ns of a chain per token) <= 132. The stage alone takes 73 SM ns per

@@ -1,6 +1,6 @@
 """Executes one call by a plan: summaries of the segments, their merge, and one packed call over all segments.
 
-Backends that summarise segments themselves take the native path, `kda_cp.native`.
+Backends that summarise segments themselves take the native path, `kda_cp.native`; plans with whole ends take `kda_cp.whole_ends`.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ split one belong to the first whole call, those behind it to the last one::
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -91,22 +90,20 @@ def _execution(plan: Plan, shape: ProblemShape, backend: Any) -> Execution:
     at = next(n for n, segments in enumerate(sequences) if len(segments) > 1)
     split = sequences[at]
     before, behind = chain(*sequences[:at]), chain(*sequences[at + 1 :])
-    first = _part(
-        [*before, split[0]], lambda s: whole_shape(shape, s, output_final_state=True, state_v_first=False)
-    )
+    outer = [*before, split[0]], [split[-1], *behind]
+    first = _part(outer[0], whole_shape(shape, outer[0], output_final_state=True, state_v_first=False))
     inner = _part(
-        split[1:-1],
-        lambda s: execution_shape(shape, [s], output_final_state=False, state_v_first=False),
+        split[1:-1], execution_shape(shape, [split[1:-1]], output_final_state=False, state_v_first=False)
     )
-    last = _part([split[-1], *behind], lambda s: whole_shape(shape, s))
+    last = _part(outer[1], whole_shape(shape, outer[1]))
     whole, rest = backend.whole_ends_workspace_bytes(first.shape, inner.shape, last.shape)
     whole = -(-whole // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
     bounds = Integers((0, len(split)), torch.int32)
     return Execution(backend, merge_kernel(backend), first, inner, last, bounds, whole, whole + rest)
 
 
-def _part(segments: list[Segment], shape_of: Callable[[list[Segment]], ProblemShape]) -> Part:
-    return Part(tuple(segments), shape_of(segments), offsets_of(segments))
+def _part(segments: list[Segment], shape: ProblemShape) -> Part:
+    return Part(tuple(segments), shape, offsets_of(segments))
 
 
 def refusal(plan: Plan, shape: ProblemShape, backend: Any) -> str | None:
