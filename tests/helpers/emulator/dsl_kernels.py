@@ -13,6 +13,7 @@ from cutlass.experimental.cuda import TensorMap, create_tensor_map_tiled
 from cutlass.utils import SmemAllocator
 
 from kda_cute import get_kernel, kernels_made_by
+from kda_cute.device.division import divide, reciprocal
 from kda_cute.testing.emulation import load
 
 THREADS = 64
@@ -89,6 +90,29 @@ def compiled(arch, options="--keep-ptx"):
             scale_and_add, vector(), vector(), Float32(0), Int32(0), stream,
             options=f"--enable-tvm-ffi --gpu-arch {arch} {options} --dump-dir {folder}",
         )  # fmt: skip
+
+
+@cute.kernel
+def _divide(x: cute.Tensor, divisors: cute.Tensor, y: cute.Tensor):
+    thread, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    i = block * THREADS + thread
+    y[i] = divide(x[i], *reciprocal(divisors[i]))
+
+
+@cute.jit
+def divide_all(x: cute.Tensor, divisors: cute.Tensor, y: cute.Tensor, stream):
+    """y = x // divisors. The length is a multiple of `THREADS`."""
+    grid = (x.shape[0] // THREADS, 1, 1)
+    _divide(x, divisors, y).launch(grid=grid, block=(THREADS, 1, 1), stream=stream)
+
+
+def compiled_division(arch):
+    vectors = [make_fake_compact_tensor(Int32, (cute.sym_int(),)) for _ in range(3)]
+    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+    with tempfile.TemporaryDirectory() as folder:
+        options = f"--enable-tvm-ffi --gpu-arch {arch} --keep-ptx --dump-dir {folder}"
+        return cute.compile(divide_all, *vectors, stream, options=options)
 
 
 @cute.kernel

@@ -145,7 +145,7 @@ class PrefillKernel(Kernel):
         table = Int32(shared.toint()) + self.table_offset
         schedule.fill_table(sched, table, self.threads // 32)
         cute.arch.sync_threads()
-        sched = schedule.with_width(sched, table, self.threads // 32)
+        sched = schedule.with_table(sched, table, self.threads // 32)
         helpers = Int32(0)  # chain CTAs that compute first items: all or none
         if const_expr(self.config.helps):
             groups = (chains + args.intra_chunk_ctas) * self.groups

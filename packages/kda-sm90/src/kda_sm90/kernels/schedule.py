@@ -66,12 +66,14 @@ most ``chain.IN_FLIGHT`` more records before it publishes that it has read one. 
 """
 
 import functools
+from enum import IntEnum
 from types import SimpleNamespace
 
 import cutlass
 from cutlass import Boolean, Int32, Int64, cute
 
 from kda_cute.device import ptx
+from kda_cute.device.division import divide, reciprocal
 from kda_cute.device.varlen import (
     clamped,
     compact_slots,
@@ -84,11 +86,21 @@ from kda_cute.device.varlen import (
 )
 from kda_sm90.layouts import COMPACT_SEQUENCES, LINE, LaunchCounter, QueueCounter
 
-#: Shared memory of `fill_table`: one Int32 per warp, the number of compact slots, and the first slots of sequences.
-COUNT_OFFSET, FIRST_SLOTS_OFFSET = 64, 72
+#: Shared memory of `fill_table`: one Int32 per warp, the `reciprocal` of every `Divisor`, the number of compact slots, and the first slots
+#: of sequences.
+RECIPROCALS_OFFSET, COUNT_OFFSET, FIRST_SLOTS_OFFSET = 64, 96, 104
 TABLE_BYTES = FIRST_SLOTS_OFFSET + 4 * (COMPACT_SEQUENCES + 1)
 POLL_NS = 100  # time between two reads of a counter that is too low
 ALL_READ = 0x7FFFFFFF  # value of the read counters of a chain that has ended
+
+
+class Divisor(IntEnum):
+    """Numbers that `item` and `place` divide by. Groups wait for `item`, so its divisions are fast ones."""
+
+    QUEUES = 0  # queues of the launch
+    DEPTH = 1  # records in the ring of a queue
+    SPAN = 2  # slots of a head
+    SEQUENCE = 3  # slots of a sequence as a row of B
 
 
 # Schedules, queues and rings are namespaces, and these are functions instead of methods: the DSL carries an object
@@ -96,7 +108,7 @@ ALL_READ = 0x7FFFFFFF  # value of the read counters of a chain that has ended
 
 
 def schedule(config, offsets, offset_bytes, N, T, HV, queues, depth, counters):
-    """Returns the schedule of one launch, without ``width`` (see `with_width`).
+    """Returns the schedule of one launch, without what `with_table` adds.
 
     Args:
         config: the kernel's configuration.
@@ -187,10 +199,25 @@ def fill_table(s, table: Int32, warps: cutlass.Constexpr[int]):
             longest = cutlass.max(longest, cute.arch.shuffle_sync_bfly(longest, 1 << i))
     if thread % 32 == 0:
         ptx.store_shared(table + thread // 32 * 4, longest)
+    if thread < len(Divisor):  # in warp 0, which has the count
+        divisor = ptx.select(count > 0, count, Int32(s.span))
+        for which, value in (
+            (Divisor.QUEUES, s.queues),
+            (Divisor.DEPTH, s.depth),
+            (Divisor.SEQUENCE, cute.ceil_div(s.T, s.chunk)),
+        ):
+            divisor = ptx.select(thread == which, Int32(value), divisor)
+        ptx.store_shared_x2(table + RECIPROCALS_OFFSET + thread * 8, reciprocal(cutlass.max(divisor, 1)))
 
 
-def with_width(s, table, warps):
-    """Returns the schedule with its ``width``, computed from the table, and with compact slots if the table has them."""
+def quotient(s, x, divisor: Divisor):
+    """Returns x // divisor for x >= 0. ``s``: a schedule or a ring."""
+    return divide(x, *ptx.load_shared_x2(s.reciprocals + 8 * divisor, Int32))
+
+
+def with_table(s, table, warps):
+    """Returns the schedule with its ``width``, with compact slots if it has them, and with reciprocals, all from the table."""
+    s = SimpleNamespace(**vars(s), reciprocals=table + RECIPROCALS_OFFSET)
     if s.may_be_compact:
         count = cute.arch.make_warp_uniform(ptx.load_shared(table + COUNT_OFFSET, Int32))
         span = ptx.select(count > 0, count, s.span)
@@ -310,6 +337,7 @@ def ring(s, queue):
         chunks_per_slot=s.chunks_per_slot,
         local_period=s.local_period,
         first=first,
+        reciprocals=s.reciprocals,
         ready=_ready(s, first),
         read=line + QueueCounter.READ * 4,
         state_ready=line + QueueCounter.STATE_READY * 4,
@@ -325,7 +353,7 @@ def place(r, number):
     """
     size = r.chunks_per_slot
     if size == 1:
-        return number % r.depth
+        return number - quotient(r, number, Divisor.DEPTH) * r.depth
     slot, rank, spare = number // size, number % size, r.depth - size
     first = rank < spare
     turned = ptx.select(first, slot >> 1, slot) & 1 > 0
@@ -350,7 +378,8 @@ def claim(s) -> Int32:
 def item(s, i: Int32):
     """Returns (queue, number, head, first token in B*T, tokens) of item i; a whole warp calls it. The number is -1 if
     there are no more items. The tokens are 0 if the slot has no chunk."""
-    number, queue = number_of(s, i // s.queues), i % s.queues
+    in_turn = quotient(s, i, Divisor.QUEUES)
+    number, queue = number_of(s, in_turn), i - in_turn * s.queues
     rank, slot_number = Int32(0), number
     if cutlass.const_expr(s.chunks_per_slot > 1):
         rank, slot_number = number % s.chunks_per_slot, number // s.chunks_per_slot
@@ -364,7 +393,7 @@ def item(s, i: Int32):
         mirrored = high - 1 - slot_number
         if cutlass.const_expr(s.step < 0):
             mirrored = low + slot_number
-        head = mirrored // s.span
+        head = quotient(s, mirrored, Divisor.SPAN)
         slot = mirrored - head * s.span
         skipped = Int32(0)
         if cutlass.const_expr(s.step < 0):
@@ -373,7 +402,7 @@ def item(s, i: Int32):
         else:
             n = Int32(0)
             if (s.offset_bytes == 0) & (s.N > 1):  # a branch costs the warp less than a division
-                n = slot // cute.ceil_div(s.T, s.chunk)
+                n = quotient(s, slot, Divisor.SEQUENCE)
             if s.offset_bytes > 0:
                 n = owner(s, slot)
             start, length, first, after = task(s, n)
