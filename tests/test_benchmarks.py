@@ -488,6 +488,11 @@ def test_summary_of_prefill_begins_with_unbounded_gates():
     )
     assert bounded.endswith("| **8.00x** (8.00 to 8.00; 1) | **4.00x** (2.00 to 8.00; 2) |")
     assert "0.90 to 2.00 times FLA's" in errors
+    unmeasured = dict.fromkeys(("error_o", "error_state"))
+    *_, errors = report_prefill.summary({"runs": [RECORD], "rows": [found[0] | unmeasured, *found[1:]]})
+    assert errors.endswith("0.90 to 2.00 times FLA's. 1 of 5 rows were measured without errors.")
+    *_, errors = report_prefill.summary({"runs": [RECORD], "rows": [found[0] | unmeasured, found[1]]})
+    assert errors == "- 1 of 1 rows were measured without errors."
     alone = report_prefill.summary({"runs": [RECORD], "rows": found[:1]})
     assert alone == ["The results have no row of FLA to compare with."]
 
