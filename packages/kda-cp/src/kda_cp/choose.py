@@ -173,6 +173,8 @@ def _fastest(
     where the bound exceeds the best time, so it never builds most of them. For each one it first computes a bound without
     list scheduling, which is the slow part.
     """
+    if limit <= costs.bound_of_any_split(lengths):  # as where whole ends are much faster
+        return None, limit
     best, first, best_segments = limit, -1, None
     ordered, tokens = sorted(lengths), sum(lengths)
     windows = max(1, -(-tokens // costs.window)) if costs.native and costs.window else 1

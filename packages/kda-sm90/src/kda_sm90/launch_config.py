@@ -459,27 +459,25 @@ def _beside(whole: _Slots, inner: _Slots, mode: Mode, sms: int, longest: int | N
         raise ValueError(f"sms: expected at least {2 * LEAST_SHARE}, got {sms}")
     written = _written(inner.shape, 0) if mode == "execute" else {}
 
-    def whole_models(share: int) -> list[_Model]:
-        models = [_model(whole.shape, chunk, warpgroups, share, longest) for chunk, warpgroups in CHAIN_NS]
-        for model in models:
-            model.chain_ns *= LONG_CHAIN
-        return models
-
-    def inner_models(share: int) -> list[_Model]:
-        ways = (1,) if mode == "execute" else (1, 2)
-        return [_model(inner.shape, INNER_CHUNK, n, sms - share, mode=mode) for n in ways]
-
     shares = range(LEAST_SHARE, sms - LEAST_SHARE + 1, CLUSTER)
-    wholes, inners = whole_models(shares[-1]), inner_models(shares[0])
+    wholes = [_model(whole.shape, chunk, warpgroups, shares[-1], longest) for chunk, warpgroups in CHAIN_NS]
+    for model in wholes:
+        model.chain_ns *= LONG_CHAIN
+    ways = (1,) if mode == "execute" else (1, 2)
+    inners = [_model(inner.shape, INNER_CHUNK, n, sms - shares[0], mode=mode) for n in ways]
+
     of_whole = lambda share: min(model.even_ns(share) for model in wholes)
     of_inner = lambda share: min(model.even_ns(sms - share) for model in inners)
     enough = ABOUT_EQUAL * of_whole(shares[-1])
     # More SMs make the whole call faster, and the other launch slower.
     is_enough = lambda share: of_whole(share) <= max(enough, of_inner(share))
     share = shares[bisect_left(shares, True, hi=len(shares) - 1, key=is_enough)]
+    for model in wholes:
+        model.move_to(share)
+    for model in inners:
+        model.move_to(sms - share)
     return LaunchConfigsBeside(
-        _with_rings(whole.shape, _fastest(whole_models(share))),
-        _over_segments(inner.shape, _fastest(inner_models(share)), **written),
+        _with_rings(whole.shape, _fastest(wholes)), _over_segments(inner.shape, _fastest(inners), **written)
     )
 
 
@@ -511,11 +509,10 @@ class _Model:
         helps: `PrefillConfig.helps`.
         chunks_per_slot: `PrefillConfig.chunks_per_slot`.
         local: `PrefillConfig.local`.
-        most: largest number of queues, which leaves an SM to the intra-chunk stage and gives each queue a sequence. 0 if
-            one chain needs more CTAs than the device has.
         items: slots of all value heads.
         longest: slots of the longest sequence.
-        sms: SMs of the device.
+        sequences: sequences of all value heads.
+        sms: SMs of the device, a multiple of `CLUSTER`: a single SM has no room for a cluster.
         chain_ctas: CTAs per queue.
         item_ns: ns per slot of an intra-chunk group; 0 in the mode ``execute``.
         first_ns: ns until a group has computed its first chunk; 0 in the mode ``execute``.
@@ -533,9 +530,9 @@ class _Model:
     helps: bool
     chunks_per_slot: int
     local: bool
-    most: int
     items: int
     longest: int
+    sequences: int
     sms: int
     chain_ctas: int
     item_ns: float
@@ -545,6 +542,17 @@ class _Model:
     cut_ns: float
     least_ns: float
     start_ns: float
+
+    @property
+    def most(self) -> int:
+        """Largest number of queues, which leaves an SM to the intra-chunk stage and gives each queue a sequence. 0 if one chain needs more
+        CTAs than the device has."""
+        free = self.sms - 1 if self.item_ns else self.sms
+        return min(free // self.chain_ctas, self.sequences)
+
+    def move_to(self, sms: int) -> None:
+        """Changes the number of SMs."""
+        self.sms = sms - sms % CLUSTER
 
     def intra_chunk_ctas(self, queues: int) -> int:
         """Returns the CTAs of the intra-chunk stage: all that the chains leave, but no more than there are items.
@@ -685,15 +693,13 @@ def _model(
     equal_lengths = not shape.varlen and slots > 0
     if mode == "whole" and slots:
         kind = kind | {"chain_ns": kind["chain_ns"] + PART_NS * shape.N / slots}
-    sms -= sms % CLUSTER  # a single SM has no room for a cluster
-    free = sms if reads_records else sms - 1
     return _Model(
         **kind,
-        most=min(free // kind["chain_ctas"], shape.HV * shape.N),
+        sequences=shape.HV * shape.N,
         items=slots * shape.HV,
         longest=-(-slots // max(shape.N, 1)) if longest is None else -(-longest // tokens),
         cut_ns=CUT_NS if mode == "whole" and equal_lengths else 0.0,
-        sms=sms,
+        sms=sms - sms % CLUSTER,
         least_ns=slots * shape.HV * RECORD_NS[chunk] if reads_records else 0.0,
     )
 
