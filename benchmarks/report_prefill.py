@@ -53,15 +53,17 @@ def speedup(r: Row, rows: list[Row]) -> float | None:
     """Returns the peer's device time divided by this row's; None if the row is wrong or the peer has no row. Errors that were not measured
     do not count."""
     peer = peer_row(r, rows)
-    if peer is None or any(not ratio <= ERROR_RATIO for ratio in error_ratios(r, peer)):
+    if peer is None or any(not ratio <= ERROR_RATIO for ratio in error_ratios(r, rows)):
         return None
     return peer["median_ms"] / r["median_ms"]
 
 
-def error_ratios(r: Row, peer: Row) -> list[float]:
-    """Returns the errors of a row divided by those of the peer's row, where both were measured."""
-    measured = (e for e in ERRORS if r[e] is not None and peer[e] is not None)
-    return [r[e] / peer[e] for e in measured]
+def error_ratios(r: Row, rows: list[Row]) -> list[float]:
+    """Returns the errors of a row divided by those of the peer's row. Empty if the peer has no row or errors were not measured."""
+    peer = peer_row(r, rows)
+    if peer is None:
+        return []
+    return [r[e] / peer[e] for e in ERRORS if r[e] is not None and peer[e] is not None]
 
 
 def compared(rows: list[Row]) -> list[Row]:
@@ -121,14 +123,14 @@ def summary(data: Data) -> list[str]:
             cells = [mean(common), "" if common == of_family else mean(of_family)]
             lines.append([FAMILIES[gates], impl, *cells])
     columns = ("gates", "impl", "published shapes", "all shapes")
-    judged = [(r, ratios) for r in own if (ratios := error_ratios(r, peer_row(r, rows)))]  # type: ignore[arg-type]
-    ratios = [ratio for _, found in judged for ratio in found]
-    unjudged = len(own) - len(judged)
-    about_errors = (
-        f"The errors of these rows are {min(ratios):.2f} to {max(ratios):.2f} times FLA's." if ratios else ""
-    )
-    if unjudged:
-        about_errors += f" {unjudged} of {len(own)} rows were measured without errors."
+    ratios = [error_ratios(r, rows) for r in own]
+    about_errors = []
+    if measured := [ratio for of_row in ratios for ratio in of_row]:
+        about_errors.append(
+            f"The errors of these rows are {min(measured):.2f} to {max(measured):.2f} times FLA's."
+        )
+    if [] in ratios:
+        about_errors.append(f"{ratios.count([])} of {len(own)} rows were measured without errors.")
     return [
         *table(columns, lines, columns),
         "",
@@ -137,7 +139,7 @@ def summary(data: Data) -> list[str]:
         f"- Published shapes are those of table `{COMMON}`. All shapes also include `gva` and `varlen`. An empty cell means that only",
         "  published shapes were measured.",
         "- Slow gates have the initial `dt_bias` of FLA's layer. Steep gates decay within a few tokens.",
-        f"- {about_errors.strip()}",
+        f"- {' '.join(about_errors)}",
     ]  # fmt: skip
 
 

@@ -11,25 +11,8 @@ import ptx_emulator
 
 LARGEST = 2**31 - 1
 DIVISORS = (
-    1,
-    2,
-    3,
-    5,
-    7,
-    58,
-    64,
-    65,
-    127,
-    641,
-    2**16 - 1,
-    2**16,
-    2**16 + 1,
-    2**30 - 1,
-    2**30,
-    2**30 + 1,
-    LARGEST - 1,
-    LARGEST,
-)
+    1, 2, 3, 5, 7, 58, 64, 65, 127, 641, 2**16 - 1, 2**16, 2**16 + 1, 2**30 - 1, 2**30, 2**30 + 1, LARGEST - 1, LARGEST,
+)  # fmt: skip
 
 
 def test_quotients_are_exact():

@@ -74,11 +74,16 @@ def ranks_of_either(y: cute.Tensor, stream):
 
 
 def compiled_ranks(arch, function=ranks):
-    vector = make_fake_compact_tensor(Float32, (cute.sym_int(),))
+    return _compiled_over_vectors(function, arch, Float32)
+
+
+def _compiled_over_vectors(function, arch, *dtypes):
+    """Compiles a function of a vector of each of the dtypes and of the stream."""
+    vectors = [make_fake_compact_tensor(dtype, (cute.sym_int(),)) for dtype in dtypes]
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     with tempfile.TemporaryDirectory() as folder:
         options = f"--enable-tvm-ffi --gpu-arch {arch} --keep-ptx --dump-dir {folder}"
-        return cute.compile(function, vector, stream, options=options)
+        return cute.compile(function, *vectors, stream, options=options)
 
 
 @functools.cache
@@ -108,11 +113,7 @@ def divide_all(x: cute.Tensor, divisors: cute.Tensor, y: cute.Tensor, stream):
 
 
 def compiled_division(arch):
-    vectors = [make_fake_compact_tensor(Int32, (cute.sym_int(),)) for _ in range(3)]
-    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    with tempfile.TemporaryDirectory() as folder:
-        options = f"--enable-tvm-ffi --gpu-arch {arch} --keep-ptx --dump-dir {folder}"
-        return cute.compile(divide_all, *vectors, stream, options=options)
+    return _compiled_over_vectors(divide_all, arch, Int32, Int32, Int32)
 
 
 @cute.kernel

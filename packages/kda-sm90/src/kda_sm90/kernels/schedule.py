@@ -345,7 +345,7 @@ def ring(s, queue):
 
 
 def place(r, number):
-    """Returns the place in the ring of a number.
+    """Returns the place in the ring of a number. That of an item that does not exist (-1) is meaningless.
 
     In slots of several chunks, the ring has some *spare* places beside those of one slot. The first records of a slot take the places
     that were spare while the chain read the slot before, and the others take those that it frees first. Its last places to become free
