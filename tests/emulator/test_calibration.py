@@ -15,6 +15,7 @@ PAGE = calibrate.WRITTEN.read_text().splitlines()
 #: The launches of kda-sm90 that every change runs; the nightly session runs all. `test_prefill` compares others with fp64.
 LAUNCHES = {
     "prefill/prefill chunk 64, 1 warpgroup, bounded, steep, vote", "prefill/prefill chunk 32, 2 warpgroups, precomputed, masked",
+    "prefill/prefill chunk 32, 2 warpgroups, softplus", "prefill/prefill chunk 32, 2 warpgroups, bounded, GVA, initial state",
     "prefill/prefill chunk 64, 2 warpgroups, packed, V-first states", "prefill/merge of segments",
 }  # fmt: skip
 assert CASES.keys() >= LAUNCHES

@@ -4,6 +4,7 @@ other combinations."""
 import math
 from dataclasses import replace
 from itertools import pairwise, starmap
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -187,6 +188,41 @@ def test_local_records_of_precomputed_gates(dtype):
     x = make_inputs("masked", 226, H=1, HV=2).arguments
     x |= {"g": x["g"].clamp(min=-4).to(dtype)}
     config = replace(config_of(x, 32, 2), unbounded=False)
+    want = prefill(x, config, queues=1, intra_chunk_ctas=2)
+    found = prefill(x, replace(config, local=True), queues=1, intra_chunk_ctas=2)
+    assert all(torch.equal(y, z) for y, z in zip(found, want, strict=True))
+
+
+def partly_gentle(T, dtype=torch.bfloat16):
+    """Returns bounded gates for which some panels of 64 channels fall by less than 60 bits in a chunk of 32 tokens, and others further: in
+    the same chunk, and from chunk to chunk. All of them fall by more than 0.5 bits before the second block, whose anchor would then not be 0."""
+    x = make_inputs("slow", T, H=1, HV=2, initial_state=True)
+    channels, tokens = torch.arange(128), torch.arange(T)
+    arguments = x.arguments | {
+        "A_log": torch.zeros(2),
+        "dt_bias": torch.where(channels < 64, -2.6, -0.3).repeat(2, 1).float(),
+        "g": (x.arguments["g"] * 0.2 + 2.0 * ((tokens // 32) % 3 == 1)[None, :, None, None]).to(dtype),
+    }
+    fall = log_decay(*(arguments[n] for n in ("g", "A_log", "dt_bias")), lower_bound=-5.0) * math.log2(math.e)
+    fall = fall[0, : T // 32 * 32].view(-1, 32, 2, 2, 64)
+    gentle = (fall.sum(1) > -60).all(-1)
+    assert gentle.any() and not gentle.all() and (gentle[..., 0] != gentle[..., 1]).any()
+    assert (fall[:, :17].sum(1) < -0.5).all()
+    return SimpleNamespace(arguments=arguments, lengths=x.lengths)
+
+
+@pytest.mark.parametrize(
+    ("unbounded", "dtype"),
+    [(False, torch.bfloat16), nightly(False, torch.float32), (True, torch.bfloat16)],
+)
+def test_gentle_panels(unbounded, dtype):
+    """Panels of 64 channels that fall little need no anchors. The last chunk is partial."""
+    check(partly_gentle(202, dtype), 32, 2, unbounded=unbounded)
+
+
+def test_local_records_of_gentle_panels_change_no_bit():
+    x = partly_gentle(226).arguments
+    config = config_of(x, 32, 2)
     want = prefill(x, config, queues=1, intra_chunk_ctas=2)
     found = prefill(x, replace(config, local=True), queues=1, intra_chunk_ctas=2)
     assert all(torch.equal(y, z) for y, z in zip(found, want, strict=True))

@@ -45,8 +45,8 @@ ITEM_NS = {False: 13600, True: 14400}
 
 #: The same of groups of one or two warpgroups (`config.by_warpgroup`), by chunk size; with softplus gates, between slow and steep ones; and the
 #: time for a first chunk, which others hardly delay.
-WARPGROUP_ITEM_NS = {32: 6900, 64: 9800}
-SOFTPLUS_ITEM_NS = {32: 7900, 64: 12000}
+WARPGROUP_ITEM_NS = {32: 6500, 64: 9800}
+SOFTPLUS_ITEM_NS = {32: 7400, 64: 12000}
 WARPGROUP_FIRST_NS = {32: 7100, 64: 7700}
 #: How many ns longer a chain needs after the last record of a launch than after the first one, where chains help. The value was fitted to
 #: short calls in the mode ``whole``.
@@ -62,7 +62,7 @@ CHAIN_NS = {(64, 1): 15.3, (64, 2): 25.8, (32, 1): 23.0, (32, 2): 29.3}
 #: The same two times where chains have local records (`PrefillConfig.local`), and how many ns longer such a launch takes, whatever its length.
 #: With these values long calls of 64 and 96 heads get numbers of queues within 1% of the fastest, and calls of up to about 2000 tokens of 64
 #: heads have no local records, which do not make them faster.
-LOCAL_ITEM_NS = 6780
+LOCAL_ITEM_NS = 6200
 LOCAL_CHAIN_NS = 33.9
 LOCAL_NS = 4000
 
@@ -110,10 +110,10 @@ START_NS = 15000
 #: records, groups wait for a free one; with more, records leave the L2 before the chain reads them.
 RECORDS_PER_GROUP = {False: 1.2, True: 1.7}
 #: The same of groups of one or two warpgroups, by (chunk size, warpgroups of a chain CTA).
-RECORDS_PER_WARPGROUP = {(32, 1): 2.55, (32, 2): 2.05, (64, 1): 1.6, (64, 2): 1.6}
+RECORDS_PER_WARPGROUP = {(32, 1): 2.75, (32, 2): 2.05, (64, 1): 1.6, (64, 2): 1.6}
 #: The same with softplus gates, whose items take different times, and where chains have local records.
 SOFTPLUS_RECORDS_PER_WARPGROUP = {(32, 1): 2.55, (32, 2): 2.3, (64, 1): 2.4, (64, 2): 2.4}
-LOCAL_RECORDS_PER_WARPGROUP = 2.2
+LOCAL_RECORDS_PER_WARPGROUP = 2.55
 #: Most records of a ring with groups of two warpgroups: with bounded gates, precomputed unbounded gates, and softplus gates. If chains bind,
 #: deeper rings fill up, and their records leave the L2.
 MOST_DEPTH, UNBOUNDED_MOST_DEPTH, SOFTPLUS_MOST_DEPTH = 16, 18, 28

@@ -589,23 +589,22 @@ def bulk_store(
     *,
     evict_first: bool = False,
     keep: bool = False,
+    commit: bool = True,
     loc=None,
     ip=None,
 ) -> None:
-    """Copies ``size`` bytes (a multiple of 16) from shared to global memory as one committed bulk group. ``evict_first``: the L2 evicts
-    them first. ``keep``: it evicts them last.
+    """Copies ``size`` bytes (a multiple of 16) from shared to global memory. ``evict_first``: the L2 evicts them first. ``keep``: it evicts
+    them last. ``commit``: the copy completes a bulk group.
 
     The threads that wrote the bytes must fence towards the async proxy before the barrier that precedes this.
     """
+    end = " cp.async.bulk.commit_group;" if commit else ""
     if evict_first or keep:
-        text = (
-            "cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [$0], [$1], $2, $3; "
-            "cp.async.bulk.commit_group;"
-        )
+        text = "cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [$0], [$1], $2, $3;" + end
         policy = Int64(EVICT_LAST if keep else EVICT_FIRST)
         inline_ptx(text, [], [address, shared, size, policy], True, loc, ip)
     else:
-        text = "cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2; cp.async.bulk.commit_group;"
+        text = "cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2;" + end
         inline_ptx(text, [], [address, shared, size], True, loc, ip)
 
 

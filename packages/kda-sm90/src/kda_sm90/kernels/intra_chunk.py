@@ -10,15 +10,17 @@ It writes the records of `kda_cute.device.intra_chunk` (whose words this file us
 
 With A_b the rounded G of the first row of block b, X = G - A_b, and s = beta times the inverse norm of k:
 
-    rows      k' = k / |k| 2^X,  q' = scale q / |q| 2^X           bf16, A operand, rows k0 k1 q0 q1 (64)
+    rows      k' = -k / |k| 2^X,  q' = scale q / |q| 2^X          bf16, A operand, rows k0 k1 q0 q1 (64)
     columns   c_b = s k 2^-X                                      bf16, B operand, rows c0, c0 2^(A_1 - A_0), c1 (48)
-    record    Kd = -k' 2^(A_b),  Qd = q' 2^(A_b),  Kg = s k 2^-X 2^(G_end - A_b)
+    record    Kd = k' 2^(A_b),  Qd = q' 2^(A_b),  Kg = s k 2^-X 2^(G_end - A_b)
 
             c0    c0 hopped   c1
-    k0      L00                           warp 0
-    k1            L10         L11         warp 1
+    k0     -L00                           warp 0
+    k1           -L10        -L11         warp 1
     q0      Aqk00                         warp 2
     q1            Aqk10       Aqk11       warp 3
+
+In a *gentle* panel, whose G falls little, all anchors are 0. Then k' and q' are Kd and Qd, and c0 needs no hop.
 
 Unbounded gates may fall too far for columns: `kernels.steep`. `kernels.intra_chunk_64` has the stage of chunks of 64, whose records are
 folded.
@@ -30,9 +32,9 @@ Time runs downwards. ``|`` is a barrier of the group::
     all warps        own q, k, g are here; sums of squares; gates and their sums -> tables
     leader           room for the record (acquire_record)
     |
-    all warps        anchors, factors, operands -> images; Kd, Qd, a -> record
+    all warps        anchors, factors, operands -> images; a -> record, and Kd and Qd unless the panel is gentle
     |
-    leader           Kg -> record, by a bulk copy
+    leader           Kg, and Kd and Qd of gentle panels -> record, by bulk copies (`store_early`)
     claiming warp    claim of the next chunk (claim_next)
     all warps        wgmma; L and Aqk -> shared memory; the claim is stored (store_claim)
     |
@@ -77,6 +79,9 @@ ONES = 0x3F803F80  # 1 and 1 in bf16
 ZERO = -127.0  # the anchor for which `power` is 0
 OFFSET = steep.OFFSET
 
+#: A panel of a chunk of 32 tokens is *gentle* if G falls by less than this in all of its channels. Its factors 2^G and 2^-G need no anchors.
+GENTLE = 60.0
+
 
 class Layout(NamedTuple):
     """Byte offsets in a group's shared memory, which starts at a multiple of 1024. Panel p (64 channels) starts at ``p * panel``.
@@ -97,7 +102,7 @@ class Layout(NamedTuple):
                                 two regions
     firsts   2 / 4 x 512        log decay of its first row
     norms    2 x 256 / 512      sum of squares over a panel: k [32 / 64], q [32 / 64]
-    scales   4 / 8 x 256        of a warp's block: inverse norms of k [16], of q [16] with scale; s [16]
+    scales   4 / 8 x 256        of a warp's block: inverse norms of k [16], negative, of q [16] with scale; s [16]; the panel's `gentle_flag`
     ends     none / 512         2^(G_end - A), A the last anchor, fp32 [128]
     refined  4 / 8 x 1168       of a warp: refined products, see `steep.SteepColumns`; unbounded gates only. With chunks of 64
                                 in the place of the blocks of L, before these are stored
@@ -228,8 +233,8 @@ class WarpgroupIntraChunk(Inputs):
     #: Whether the group's memory has images of parts of the record, which bulk copies take there. If not, the threads store these parts to
     #: the record themselves.
     has_images = True
-    #: Bulk copies of a turn before `complete`: of Kg. And those in `complete`: of T and Aqk.
-    early_copies, late_copies = 2, 2
+    #: Groups of bulk copies of a turn: those of `store_early`, and those of T and Aqk in `complete`.
+    early_copies, late_copies = 1, 1
 
     def __init__(self, config: PrefillConfig):
         super().__init__(config)
@@ -238,6 +243,9 @@ class WarpgroupIntraChunk(Inputs):
         self.image_bytes = config.chunk * ROW  # of a panel of k, q or Kg
         self.square_bytes = 2 * config.chunk * config.chunk
         self.layout = Layout.of(config, self.has_images)
+        #: Whether panels may be gentle. Chains limit the calls with chunks of 64. And with ``pin``, whose chunks they are, bits must not depend
+        #: on later tokens, which decide whether a panel is gentle.
+        self.may_be_gentle = config.chunk == 32
         self.steep = steep.SteepColumns(self.layout, self.blocks, config.folded)
 
     def place(self, worker: Worker) -> Place:
@@ -313,10 +321,12 @@ class WarpgroupIntraChunk(Inputs):
         hooks.sync()
 
         if not self.config.folded:
-            self.store_kg(worker, record("kg"))
+            self.store_early(worker, record)
         claimed = hooks.claim_next()
         self.store_blocks(p, self.multiply(p), record, hooks.sync)
         hooks.store_claim(claimed)
+        if self.may_be_gentle:
+            self.wait_for_reads(worker, 0)  # the inputs of the next chunk replace Kd and Qd
         hooks.sync()
         hooks.publish_previous(published)
 
@@ -389,16 +399,15 @@ class WarpgroupIntraChunk(Inputs):
         norms = p.base + self.layout.norms + p.lane // BLOCK * (4 * self.chunk) + row * 4
         total = ptx.load_shared(norms, Float32) + ptx.load_shared(norms + 8 * self.chunk, Float32)
         factor = ptx.select(x.l2norm > 0, ptx.rsqrt(total + Float32(1e-6)), Float32(1.0))
-        factor = factor * ptx.select(is_key, Float32(1.0), x.scale)
         table = p.base + self.layout.scales + p.warp * 256 + p.lane * 4
-        ptx.store_shared(table, factor)
+        ptx.store_shared(table, factor * ptx.select(is_key, Float32(-1.0), x.scale))
         ptx.store_shared(table + 128, factor * self.activated_beta(x, *beta, row < valid))
         cute.arch.sync_warp()
 
     # ---- operands
 
     def operands(self, p: Place, x, sums, first, other, beta, valid, record):
-        """Stores rows, columns and Kg to shared memory, Kd, Qd and a to the record."""
+        """Stores rows, columns and Kg to shared memory, a to the record, and unless the panel is gentle Kd and Qd too."""
         self.store_scales(p, x, beta, valid)
         cell = p.base + p.channel * 4
         load = lambda table, block: ptx.load_shared_x4(cell + table + block * 512, Float32)
@@ -408,21 +417,68 @@ class WarpgroupIntraChunk(Inputs):
         for block_sum in block_sums:
             starts.append([y + z for y, z in zip(starts[-1], block_sum, strict=True)])
         *starts, end = starts
-        start = starts[0]
+        own = starts[0]
         for b in range(1, self.blocks):
-            start = [ptx.select(p.block >= b, z, y) for y, z in zip(start, starts[b], strict=True)]
+            own = [ptx.select(p.block >= b, z, y) for y, z in zip(own, starts[b], strict=True)]
+        before = [y + ptx.select(p.half > 0, z, Float32(0.0)) for y, z in zip(own, other, strict=True)]
+        # `decay_offset` of channels 4n and 4n + 2, whose terms are bits of the lane
+        unit, quad_lane = p.channel // 16, p.quad_of_channels % 2 * 2
+        for i in range(2):
+            at = (quad_lane + i) * 32 + (unit ^ (quad_lane + i)) * 4 + p.quad_of_channels // 2 % 2 * 2
+            pair = [ptx.ex2(y) for y in end[2 * i : 2 * i + 2]]
+            self.store_decays(record("a") + at * 4, pair, self.stores_shared(p))
+        is_gentle = Boolean(False)
+        if self.may_be_gentle:
+            # In a partial chunk of bounded gates, rows beyond the sequence decay.
+            falls = (steep.minimum(end) <= Float32(-GENTLE)) | (valid < self.chunk)
+            is_gentle = Int32(cute.arch.vote_ballot_sync(falls)) == 0
+        by_blocks = functools.partial(
+            self.operands_by_blocks, p, sums, starts, firsts, own, first, before, end, record, is_gentle
+        )
+        if self.may_be_gentle and self.has_images:
+            self.operands_by_panel(p, sums, before, end, record, is_gentle, by_blocks)
+        else:
+            by_blocks()
+
+    @cute.jit
+    def operands_by_panel(self, p: Place, sums, before, end, record, is_gentle: Boolean, by_blocks):
+        """Stores the operands of a gentle panel. For another one it calls ``by_blocks``."""
+        ptx.store_shared_if(self.gentle_flag(p.base, p.warp), Int32(is_gentle), p.lane == 0)
+        if is_gentle:
+            anchors = Anchors(before, [], [], end, None, None)
+            if const_expr(self.config.unbounded):
+                self.steep.store_flag(p, Int32(0))
+            self.store_operands(p, anchors, self.exponents(anchors, sums), record, is_gentle=True)
+        else:
+            by_blocks()
+
+    def gentle_flag(self, base, warp):
+        """Returns the address of the word that is 1 if the panel of a warp is gentle, for `store_early`."""
+        return base + self.layout.scales + warp * 256 + 192
+
+    def stores_shared(self, p: Place):
+        """Returns whether the lane stores what all rows of its channels share."""
+        return (p.block == self.blocks - 1) & (p.half == 0)
+
+    def operands_by_blocks(self, p: Place, sums, starts, firsts, own, first, before, end, record, is_gentle):
+        """Stores the operands of a panel whose blocks have an anchor each, or if it is gentle the anchor 0, so that local records have the same
+        bits as others. (Bounded gates only: unbounded ones have no local records.)
+
+        G before each block: ``starts``, before the lane's block: ``own``, before its first row: ``before``. ``firsts``, ``first``: the log
+        decays of the first rows of blocks, and of the lane's block.
+        """
         # Two blocks of bounded gates fall by at most 2^115 each, so that 2^A and 2^(A_1 - A_0) are normal numbers.
         falls_further = self.config.unbounded or self.blocks > 2
         lowest = None if falls_further else LOWEST
-        anchors = [rounded(y + z, lowest) for y, z in zip(start, first, strict=True)]
+        anchor = lambda y: rounded(y, lowest)
+        if self.may_be_gentle and not self.has_images:
+            anchor = lambda y: ptx.select(is_gentle, Float32(MAGIC), rounded(y, lowest))
+        anchors = [anchor(y + z) for y, z in zip(own, first, strict=True)]
         later = [  # of the blocks from the second one on
-            [rounded(y + z, lowest) for y, z in zip(*both, strict=True)]
+            [anchor(y + z) for y, z in zip(*both, strict=True)]
             for both in zip(starts[1:], firsts, strict=True)
         ]
-        shift = [
-            y + ptx.select(p.half > 0, z, Float32(0.0)) - value(a)
-            for y, z, a in zip(start, other, anchors, strict=True)
-        ]
+        shift = [y - value(a) for y, a in zip(before, anchors, strict=True)]
         to_end = [y - value(a) for y, a in zip(end, anchors, strict=True)]
         next_anchor = after_next = None
         if self.config.unbounded:
@@ -444,17 +500,12 @@ class WarpgroupIntraChunk(Inputs):
                 pack([power_of_difference(z, y) for y, z in zip(anchors, one, strict=True)]) for one in later
             ]
             from_start = pack([power(a) for a in anchors])
-        # `decay_offset` of channels 4n and 4n + 2, whose terms are bits of the lane
-        unit, quad_lane = p.channel // 16, p.quad_of_channels % 2 * 2
-        for i in range(2):
-            at = (quad_lane + i) * 32 + (unit ^ (quad_lane + i)) * 4 + p.quad_of_channels // 2 % 2 * 2
-            pair = [ptx.ex2(y) for y in end[2 * i : 2 * i + 2]]
-            stores = (p.block == self.blocks - 1) & (p.half == 0)
-            self.store_decays(record("a") + at * 4, pair, stores)
-            if self.config.folded:
-                shifts = to_end if next_anchor is None else after_next
+        if self.config.folded:
+            shifts = to_end if next_anchor is None else after_next
+            for i in range(2):
                 pair = [ptx.ex2(y) for y in shifts[2 * i : 2 * i + 2]]
-                ptx.store_shared_x2_if(p.base + self.layout.ends + (p.channel + 2 * i) * 4, pair, stores)
+                at = p.base + self.layout.ends + (p.channel + 2 * i) * 4
+                ptx.store_shared_x2_if(at, pair, self.stores_shared(p))
         anchors = Anchors(shift, hops, from_start, to_end, next_anchor, after_next)
         if self.config.unbounded:
             lowest = [y + z for y, z in zip(sums[ROWS - 1], shift, strict=True)]
@@ -481,12 +532,14 @@ class WarpgroupIntraChunk(Inputs):
         else:
             self.store_operands(p, anchors, self.exponents(anchors, sums), record)
 
-    def store_operands(self, p: Place, anchors, exponents, record, is_steep=False):
+    def store_operands(self, p: Place, anchors, exponents, record, is_steep=False, is_gentle=False):
         """Stores rows, columns and Kg to shared memory, Kd and Qd to the record. With folded records there is no Kg.
 
         ``exponents``: X. ``is_steep``: whether rows may be lost, and the columns at the next anchor need exponentials of their own.
+        ``is_gentle``: whether all anchors are 0. Then hopped columns are columns, and `store_early` copies the rows of k and q, which are Kd and
+        Qd.
         """
-        is_last = p.block == self.blocks - 1
+        is_last_block = p.block == self.blocks - 1
         scales = p.base + self.layout.scales + p.warp * 256 + p.half * 32
         norm_k, norm_q, factor_k = (
             [y for i in range(2) for y in ptx.load_shared_x4(scales + at + 16 * i, Float32)]
@@ -494,14 +547,13 @@ class WarpgroupIntraChunk(Inputs):
         )
         has_kg = not self.config.folded
         to_end = [ptx.ex2(y) for y in (anchors.after_next if is_steep else anchors.to_end)] if has_kg else []
-        minus = [y ^ Int32(-0x7FFF8000) for y in anchors.from_start]  # both signs
         # The columns of the lane's block at the anchor of block i are block `first_column(i)` + p.block of all columns.
         own = p.panel + p.cell
         own_columns = own + p.block * (p.block + 1) // 2 * BLOCK_BYTES + self.layout.columns
         own_kg_columns = own_columns
         if self.layout.keeps_lost:
             other = own - (self.blocks - 1) * BLOCK_BYTES + self.layout.last
-            own_columns = ptx.select(is_last, other, own_columns)
+            own_columns = ptx.select(is_last_block, other, own_columns)
         # From one anchor to the next one, from the lane's own on, or in a steep panel from the next one on.
         hops = [
             [ptx.select(p.block + is_steep < i, y, Int32(ONES)) for y in hop]
@@ -535,17 +587,18 @@ class WarpgroupIntraChunk(Inputs):
             ptx.store_shared_x2(shared, k_row)
             ptx.store_shared_x2(shared + self.layout.q, q_row)
             if has_kg:
-                self.store_kg_row(own_kg, r, kg)
+                self.store_kg_row(own_kg, shared, r, kg)
             ptx.store_shared_x2(in_row(own_columns, r), column)
             if self.layout.keeps_lost:
-                ptx.store_shared_x2_if(in_row(own_kg_columns, r), hopped, is_last)
+                ptx.store_shared_x2_if(in_row(own_kg_columns, r), hopped, is_last_block)
             for i in range(1, self.blocks):
-                if i > 1 or not is_steep:
+                if not is_gentle and (i > 1 or not is_steep):
                     hopped = product(hopped, hops[i - 1])
                 at = shared + self.layout.columns + first_column(i) * BLOCK_BYTES
                 ptx.store_shared_x2_if(at, hopped, p.block < i)
-            self.store_row(kd, r, product(k_row, minus))
-            self.store_row(qd, r, product(q_row, anchors.from_start))
+            if not is_gentle:
+                self.store_row(kd, r, product(k_row, anchors.from_start))
+                self.store_row(qd, r, product(q_row, anchors.from_start))
 
     # ---- places of a record
 
@@ -566,9 +619,9 @@ class WarpgroupIntraChunk(Inputs):
         """Returns the shared address of the lane's 8 bytes of its first row of Kg."""
         return p.panel + p.cell + self.layout.kg
 
-    def store_kg_row(self, cell, r, words):
-        """Stores the lane's 8 bytes of its row r of Kg."""
-        ptx.store_shared_x2(in_row(cell, r), words)
+    def store_kg_row(self, cell, shared, r, words):
+        """Stores the lane's 8 bytes of its row r of Kg. ``cell``: of `kg_cell`. ``shared``: the address of those of k."""
+        ptx.store_shared_x2(shared + self.layout.kg, words)
 
     def square(self, base, record, name):
         """Returns the shared address of T or Aqk."""
@@ -611,7 +664,7 @@ class WarpgroupIntraChunk(Inputs):
 
     @cute.jit
     def store_blocks(self, p: Place, blocks, record, sync):
-        """Stores the blocks of L for `finish`, and those of Aqk as an image. ``blocks``: of `multiply`. ``sync``: the group's barrier."""
+        """Stores the blocks of -L for `finish`, and those of Aqk as an image. ``blocks``: of `multiply`. ``sync``: the group's barrier."""
         square = self.square(p.base, record, "aqk")
         lower = p.warp % 2 > 0
         diagonal = [
@@ -626,7 +679,7 @@ class WarpgroupIntraChunk(Inputs):
             for tile in cutlass.range_constexpr(2):
                 for i in cutlass.range_constexpr(4):
                     at = start + (8 * tile + pair + i % 2) * COLUMN + (row + 8 * (i // 2)) * 4
-                    ptx.store_shared(at, -diagonal[tile][i])
+                    ptx.store_shared(at, diagonal[tile][i])
             if lower:
                 store_parts(p.base + self.layout.l_block + p.lane * 16, fragment_in_parts(blocks[1]))
         else:
@@ -675,10 +728,10 @@ class WarpgroupIntraChunk(Inputs):
         x_00, x_11 = (list(zip(*(ptx.split_bf16x2(*y) for y in x), strict=True)) for x in (x_00, x_11))
         zero = [[Float32(0.0)] * 4 for _ in range(2)]
         l_block = load_parts(base + self.layout.l_block + lane * 16)
-        # T10^T = -(T00^T L10^T) T11^T
+        # T10^T = (T00^T (-L10)^T) T11^T
         product = product_in_parts(x_00, l_block, zero)
         product = product_in_parts(fragment_in_parts(product), x_11, zero)
-        below = fragment([[-y for y in tile] for tile in product])
+        below = fragment(product)
         store = functools.partial(store_square, square, self.chunk)
         store(x_00[0], 0, 0, lane, transpose=True)
         store([Int32(0)] * 4, 0, 1, lane)
@@ -688,14 +741,22 @@ class WarpgroupIntraChunk(Inputs):
     # ---- bulk copies, of the leader. Groups without images have none.
 
     @cute.jit
-    def store_kg(self, worker: Worker, kg_image: Int64):
-        """Copies Kg to the record asynchronously."""
+    def store_early(self, worker: Worker, record):
+        """Copies Kg to the record asynchronously, and Kd and Qd of gentle panels."""
         if const_expr(self.has_images) and worker.thread == self.leader:
             for panel in cutlass.range_constexpr(2):
-                shared = worker.base + panel * self.layout.panel + self.layout.kg
-                ptx.bulk_store(
-                    kg_image + panel * self.image_bytes, shared, Int32(self.image_bytes), keep=True
-                )
+                copy = functools.partial(self.store_panel, worker, record, panel)
+                if ptx.load_shared(self.gentle_flag(worker.base, panel), Int32) > 0:
+                    copy("kd", 0)
+                    copy("qd", self.layout.q)
+                copy("kg", self.layout.kg)
+            cute.arch.cp_async_bulk_commit_group()
+
+    def store_panel(self, worker: Worker, record, panel, name, region):
+        """Copies a panel of an image to the record asynchronously."""
+        shared = worker.base + panel * self.layout.panel + region
+        to = record(name) + panel * self.image_bytes
+        ptx.bulk_store(to, shared, Int32(self.image_bytes), keep=True, commit=False)
 
     @cute.jit
     def complete(self, worker: Worker, record, sync):
@@ -703,7 +764,8 @@ class WarpgroupIntraChunk(Inputs):
         if const_expr(self.has_images) and worker.thread == self.leader:
             for name in ("t", "aqk"):
                 shared = self.square(worker.base, record, name)
-                ptx.bulk_store(record(name), shared, Int32(self.square_bytes), keep=True)
+                ptx.bulk_store(record(name), shared, Int32(self.square_bytes), keep=True, commit=False)
+            cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
     def wait_for_reads(self, worker: Worker, pending: cutlass.Constexpr[int]):

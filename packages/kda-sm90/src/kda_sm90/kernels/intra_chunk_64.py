@@ -104,11 +104,11 @@ class TwoWarpgroupIntraChunk(WarpgroupIntraChunk):
             if row == i:
                 below = blocks[first_column(i) : first_column(i) + i]
                 if p.warp < self.blocks:
-                    self.store_l(p, i, below)
+                    self.store_l(p, i, [minus(y) for y in below])
                 else:
                     self.keep_aqk(p, i, below)
         if p.warp < self.blocks:
-            self.inverse().invert_diagonal(self.block_of(p), diagonal, p.base + self.layout.squares)
+            self.inverse().invert_diagonal(self.block_of(p), minus(diagonal), p.base + self.layout.squares)
         else:
             self.keep_diagonal_aqk(p, diagonal)
 
@@ -245,6 +245,11 @@ class TwoWarpgroupIntraChunk(WarpgroupIntraChunk):
 
 class StridedTwoWarpgroupIntraChunk(StridedInputs, TwoWarpgroupIntraChunk):
     """`TwoWarpgroupIntraChunk` over strided inputs."""
+
+
+def minus(tiles):
+    """Returns the negative of accumulator tiles."""
+    return [[-y for y in tile] for tile in tiles]
 
 
 def transposed_image(address: Int32, rows: int):

@@ -174,6 +174,9 @@ class LocalIntraChunk(WarpgroupIntraChunk):
     def kg_cell(self, p: Place, record):
         return self.cell(p, record("kg"))
 
+    def store_kg_row(self, cell, shared, r, words):
+        ptx.store_shared_x2(in_row(cell, r), words)
+
     def square(self, base, record, name):
         return record(name)
 

@@ -66,8 +66,12 @@ class SteepColumns:
         least = ptx.select(p.block < self.blocks - 1, Float32(LEAST_POWER), Float32(of_last))
         far = cute.arch.vote_any_sync(minimum(next_anchor) < least)
         flag = Int32((lost >> 16) & UPPER_LANES != 0) + 2 * Int32((lost & UPPER_LANES) != 0)
-        ptx.store_shared(self.products(p, p.warp) + FLAG, flag)
+        self.store_flag(p, flag)
         return lost, (lost != 0) | far
+
+    def store_flag(self, p, flag):
+        """Stores the flag of the warp for `with_refined`."""
+        ptx.store_shared(self.products(p, p.warp) + FLAG, flag)
 
     def without_lost(self, exponents, words):
         """Returns the words of a quad of a row, 0 if the row is lost there. ``exponents``: X of the quad."""
@@ -75,7 +79,7 @@ class SteepColumns:
         return [ptx.select(is_lost, Int32(0), y) for y in words]
 
     def products(self, p, warp):
-        """Returns the address of the refined products of a warp, fp32 [16, 18]. Row i has those of L in the columns before i, and after
+        """Returns the address of the refined products of a warp, fp32 [16, 18]. Row i has those of -L in the columns before i, and after
         them those of row 15 - i of Aqk. Behind them is the flag: 1 if columns 8 to 15 are refined, plus 2 if columns 0 to 7 are."""
         return p.base + self.layout.refined + warp * BYTES
 
@@ -208,7 +212,7 @@ class SteepColumns:
 
     @cute.jit
     def with_refined(self, p, diagonal: list):
-        """Returns the diagonal block of the calling warp, two accumulator tiles of L (the first half of the warps) or Aqk, plus the refined products
+        """Returns the diagonal block of the calling warp, two accumulator tiles of -L (the first half of the warps) or Aqk, plus the refined products
         of both panels. Elements that `finish` or `causal` ignore are meaningless."""
         total = cute.make_rmem_tensor((8,), Float32)
         for i in cutlass.range_constexpr(8):
