@@ -79,7 +79,8 @@ ONES = 0x3F803F80  # 1 and 1 in bf16
 ZERO = -127.0  # the anchor for which `power` is 0
 OFFSET = steep.OFFSET
 
-#: A panel of a chunk of 32 tokens is *gentle* if G falls by less than this in all of its channels. Its factors 2^G and 2^-G need no anchors.
+#: A panel of a chunk of 32 tokens is *gentle* if G falls by less than this (in bits) in all of its channels. Its factors 2^G and 2^-G need no
+#: anchors.
 GENTLE = 60.0
 
 
@@ -243,8 +244,8 @@ class WarpgroupIntraChunk(Inputs):
         self.image_bytes = config.chunk * ROW  # of a panel of k, q or Kg
         self.square_bytes = 2 * config.chunk * config.chunk
         self.layout = Layout.of(config, self.has_images)
-        #: Whether panels may be gentle. Chains limit the calls with chunks of 64. And with ``pin``, whose chunks they are, bits must not depend
-        #: on later tokens, which decide whether a panel is gentle.
+        #: Whether panels may be gentle. Chunks of 64 gain nothing, because chains limit their calls. Nor may they have gentle panels: later
+        #: tokens decide whether a panel is gentle, and with ``pin``, which has chunks of 64, no bit may depend on later tokens.
         self.may_be_gentle = config.chunk == 32
         self.steep = steep.SteepColumns(self.layout, self.blocks, config.folded)
 
@@ -407,7 +408,7 @@ class WarpgroupIntraChunk(Inputs):
     # ---- operands
 
     def operands(self, p: Place, x, sums, first, other, beta, valid, record):
-        """Stores rows, columns and Kg to shared memory, a to the record, and unless the panel is gentle Kd and Qd too."""
+        """Stores rows, columns and Kg to shared memory, and a to the record. Stores Kd and Qd to the record if the panel is not gentle."""
         self.store_scales(p, x, beta, valid)
         cell = p.base + p.channel * 4
         load = lambda table, block: ptx.load_shared_x4(cell + table + block * 512, Float32)
@@ -426,7 +427,7 @@ class WarpgroupIntraChunk(Inputs):
         for i in range(2):
             at = (quad_lane + i) * 32 + (unit ^ (quad_lane + i)) * 4 + p.quad_of_channels // 2 % 2 * 2
             pair = [ptx.ex2(y) for y in end[2 * i : 2 * i + 2]]
-            self.store_decays(record("a") + at * 4, pair, self.stores_shared(p))
+            self.store_decays(record("a") + at * 4, pair, self.stores_per_channel(p))
         is_gentle = Boolean(False)
         if self.may_be_gentle:
             # In a partial chunk of bounded gates, rows beyond the sequence decay.
@@ -456,16 +457,18 @@ class WarpgroupIntraChunk(Inputs):
         """Returns the address of the word that is 1 if the panel of a warp is gentle, for `store_early`."""
         return base + self.layout.scales + warp * 256 + 192
 
-    def stores_shared(self, p: Place):
-        """Returns whether the lane stores what all rows of its channels share."""
+    def stores_per_channel(self, p: Place):
+        """Returns whether the lane stores the values that its channels have once per chunk. One lane of each quad of channels does."""
         return (p.block == self.blocks - 1) & (p.half == 0)
 
     def operands_by_blocks(self, p: Place, sums, starts, firsts, own, first, before, end, record, is_gentle):
-        """Stores the operands of a panel whose blocks have an anchor each, or if it is gentle the anchor 0, so that local records have the same
-        bits as others. (Bounded gates only: unbounded ones have no local records.)
+        """Stores the operands of a panel whose blocks have an anchor each.
 
-        G before each block: ``starts``, before the lane's block: ``own``, before its first row: ``before``. ``firsts``, ``first``: the log
-        decays of the first rows of blocks, and of the lane's block.
+        Local records call this for gentle panels too, and then all anchors are 0. So they have the same bits as other records.
+
+        Args:
+            starts, own, before: G before each block, before the lane's block, and before the lane's first row.
+            firsts, first: the log decays of the first row of each block but the first one, and of the lane's block.
         """
         # Two blocks of bounded gates fall by at most 2^115 each, so that 2^A and 2^(A_1 - A_0) are normal numbers.
         falls_further = self.config.unbounded or self.blocks > 2
@@ -505,7 +508,7 @@ class WarpgroupIntraChunk(Inputs):
             for i in range(2):
                 pair = [ptx.ex2(y) for y in shifts[2 * i : 2 * i + 2]]
                 at = p.base + self.layout.ends + (p.channel + 2 * i) * 4
-                ptx.store_shared_x2_if(at, pair, self.stores_shared(p))
+                ptx.store_shared_x2_if(at, pair, self.stores_per_channel(p))
         anchors = Anchors(shift, hops, from_start, to_end, next_anchor, after_next)
         if self.config.unbounded:
             lowest = [y + z for y, z in zip(sums[ROWS - 1], shift, strict=True)]
