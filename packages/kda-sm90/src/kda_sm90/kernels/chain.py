@@ -66,8 +66,9 @@ to one another at named barriers (`barriers.NamedBarrier`).
 overlaps with the groups in flight. tCrS and tCrX are the bf16 operands of S and of X::
 
     group  product             in flight   ALU work of the warpgroup
-    X      accX += tCrS (-Kd)  X           load decays; round O of the previous chunk, publish it
-    O1     accO  = tCrS Qd     X O1        decay accS; wait for X (O1 in flight); round X to tCrX
+                                           load decays
+    X      accX += tCrS (-Kd)  X           round O of the previous chunk, publish it; decay accS
+    O1     accO  = tCrS Qd     X O1        wait for X (O1 in flight); round X to tCrX
     S      accS += tCrX Kg~    O1 S
     O2     accO += tCrX Aqk~   O1 S O2     load v of the next chunk into accX; wait for S (O2 in flight); release the early
                                            stage; round S to tCrS; wait for O2; release the late stage
@@ -578,17 +579,17 @@ class Chain:
         channels, steps = range(HEAD_DIM // 16), range(self.chunk // 16)
         # X
         late_full = barriers.test(smem.late_full, late)  # S is its first reader
+        decays = fragments.load_decays(thr.a + early.index * (4 * HEAD_DIM))
         self.gemm(thr.mma_tokens, thr.accX, thr.tCrS, thr.tCsKd, early, channels)
         barriers.wait_unless(late_full, smem.late_full, late)
-        decays = fragments.load_decays(thr.a + early.index * (4 * HEAD_DIM))
         if opaque_true:
             fragments.round_to_bf16(thr.accO, thr.rO)
             self.publish_o(smem, thr)
         o_phase = o_phase ^ 1
+        if opaque_true:  # a branch of its own: one branch for both is slower
+            fragments.multiply_columns(thr.accS, decays)
         # O1
         self.gemm(thr.mma_tokens, thr.accO, thr.tCrS, thr.tCsQd, early, channels, zero=True)
-        if opaque_true:
-            fragments.multiply_columns(thr.accS, decays)
         warpgroup.wait_group(1)  # X is done; O1 is in flight
         fragments.round_to_bf16(thr.accX, thr.tCrX)
         # S
@@ -602,9 +603,8 @@ class Chain:
         if const_expr(self.config.residual):
             self.gemm(thr.mma_tokens, thr.accX, thr.tCrX, thr.tCsT, late, steps, zero=True)
         barriers.wait_unless(early_full, smem.early_full, following)
-        if const_expr(not self.config.residual):  # noqa: SIM102 - decided at compile time
-            if opaque_true:
-                self.load_v(thr, following)
+        if const_expr(not self.config.residual):
+            self.load_v(thr, following)
         if not o_free:
             cute.arch.mbarrier_wait(smem.o_free + thr.wg, o_phase)
         warpgroup.wait_group(1 + self.config.residual)  # O1 and S are done; O2, and R, are in flight
