@@ -285,7 +285,7 @@ class SupportsSegments(Protocol):
 
     A planner computes the summaries of all segments, derives the state at the start of each, and executes the segments from
     there. `inputs` are those of a packed call (B = 1) whose N sequences are the segments. Both calls have the same tokens. Their
-    shapes differ only in `state_v_first`, which is False in `summarize`. `summarize` ignores whether final and intermediate states
+    shapes differ only in `state_v_first`, which is False in `summarize`, and in `has_initial_state`. `summarize` ignores whether final and intermediate states
     are asked for. `Backend.can_run` has accepted the shape of `execute_segments`. The rules of `Backend` hold.
 
     With `Feature.POOL_SEGMENTS` (since ABI 2.7) the whole call may be one over a pool. `inputs.pool` is then that of the whole call, and
@@ -373,8 +373,8 @@ class SupportsMerge(Protocol):
         """Computes the state at the start of every segment on the device, accurate to fp32.
 
         Args:
-            initial: [N, HV, K, V] fp32, as in `summarize`: the true state for the first segment of a sequence, and zeros for the
-                others, which are overwritten. The state after the first segment is its exit, after every further one M S + exit.
+            initial: [N, HV, K, V] fp32, written for all segments but the first one of each sequence. It may be uninitialised: the state
+                after the first segment is its exit, after every further one M S + exit.
             exits, transitions: [N, HV, K, V] and [N, HV, K, K] fp32, as `summarize` wrote them. They may also be those of groups
                 of segments, or zeros; and if K = V, exits may be transitions, to multiply transitions.
             bounds: [sequences + 1] int32 on the device: segments bounds[n] to bounds[n+1] - 1 are those of sequence n, in

@@ -15,7 +15,7 @@ import json
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -142,23 +142,19 @@ def _check(name: str, value: float) -> None:
 Key = tuple[str, str, str]
 """(device name as torch reports it, or "cpu"; backend; dtype such as "bfloat16")."""
 
-# kda-sm90 beside itself, from plans with whole ends of 2 to 12 heads on an H100: predicted times with slow gates are within 7% of the
-# measured ones.
+# kda-sm90 beside itself on an H200, fitted to both steps of plans with whole ends for 65536 tokens of 4 and 8 heads. Predicted times of whole calls with slow
+# gates are 3 to 5% below the measured ones. Steep gates take up to 4% longer than slow ones, because summarize does.
 _BESIDE = Beside(
-    first=Pass(chain=((17, 14.5),), intra_chunk_ns=0.0, work_ns=0.0, call_us=23.0, even=True),
-    summarize=Pass(chain=((32, 27.0),), intra_chunk_ns=0.0, work_ns=0.86, call_us=24.0, even=True),
-    last=Pass(chain=((17, 16.8),), intra_chunk_ns=0.0, work_ns=0.0, call_us=25.0, even=True),
-    execute=Pass(chain=((66, 21.9),), intra_chunk_ns=0.0, work_ns=0.5, call_us=17.0, even=True),
+    first=Pass(chain=((17, 12.5),), intra_chunk_ns=0.0, work_ns=0.0, call_us=46.0, even=True),
+    summarize=Pass(chain=((32, 24.0),), intra_chunk_ns=0.0, work_ns=0.76, call_us=24.0, even=True),
+    last=Pass(chain=((17, 12.5),), intra_chunk_ns=0.0, work_ns=0.0, call_us=42.0, even=True),
+    execute=Pass(chain=((66, 20.0),), intra_chunk_ns=0.0, work_ns=0.45, call_us=17.0, even=True),
 )
 
 # kda-sm90 on an H200 with 132 SMs.
 #
-# forward, beside: those of `_H100`, because both GPUs have the same SMs, which limit all of these calls but `execute`. Here whole ends take 3 to 6%
-# less time than predicted (65536 tokens of 4 and 8 heads).
-#
-# forward: the ns are those of the chains in long calls. With t tasks the intra-chunk stage keeps up with the chains while
-# t * (CTAs of a chain + SM ns of the stage per token / ns of a chain per token) <= 132. The stage alone takes 73 SM ns per
-# token in chunks of 64 tokens, and 59 in chunks of 32.
+# forward: fitted to rows of results/h200/prefill.json with slow gates: 65536 tokens of 8 heads, 16384 of 16, 8192 of 32 and of 64. Predicted times are within
+# 4% of these. `_H100` has the same values, because both GPUs have the same SMs, which limit these calls.
 #
 # summarize, execute: measured over 65536 tokens of 4 and of 8 heads. In `summarize` a chain has four halves, two of B and
 # two of M; work_ns is the time of the intra-chunk stage where it is the limit. In `execute` no intra-chunk stage runs beside
@@ -169,10 +165,10 @@ _BESIDE = Beside(
 # chunks; intra_chunk_ns is its time, which a split does not change. The chains of `initial_state_gradients` are taken to be as fast as
 # those of `reverse` without stores, with twice as many halves. work_ns is the time of the intra-chunk stage.
 #
-# All values were then scaled to the times of one run of ``python -m kda_cp calibrate`` on an H200.
+# All values except forward and beside were then scaled to the times of one run of ``python -m kda_cp calibrate`` on an H200.
 _H200 = Constants(
     forward=Pass(
-        chain=((17, 13.2), (32, 23.2), (46, 29.3)), intra_chunk_ns=0.0, work_ns=0.0, call_us=23.0, even=True
+        chain=((17, 12.4), (32, 21.5), (46, 27.5)), intra_chunk_ns=0.0, work_ns=0.0, call_us=23.0, even=True
     ),
     merge_us=1.7,
     gather_ns=0.62,
@@ -193,10 +189,11 @@ _H200 = Constants(
 )
 
 # kda-sm90 on an H100 with 132 SMs and 80 GB of HBM3: `_H200`, scaled by two runs of ``python -m kda_cp calibrate`` there, whose values differ
-# by less than 1%.
+# by less than 1%. forward, and the first step of beside: those of `_H200`, because SMs limit these calls. HBM limits the second step of beside. Its
+# constants are fitted to plans of 2 to 12 heads on an H100.
 _H100 = Constants(
     forward=Pass(
-        chain=((17, 13.2), (32, 23.2), (46, 29.3)), intra_chunk_ns=0.0, work_ns=0.0, call_us=23.0, even=True
+        chain=((17, 12.4), (32, 21.5), (46, 27.5)), intra_chunk_ns=0.0, work_ns=0.0, call_us=23.0, even=True
     ),
     merge_us=1.87,
     gather_ns=0.76,
@@ -217,7 +214,11 @@ _H100 = Constants(
     state_gradients=Pass(
         chain=((17, 17.0), (32, 28.9)), intra_chunk_ns=0.0, work_ns=0.7, call_us=25.5, even=True
     ),
-    beside=_BESIDE,
+    beside=replace(
+        _BESIDE,
+        last=Pass(chain=((17, 16.8),), intra_chunk_ns=0.0, work_ns=0.0, call_us=25.0, even=True),
+        execute=Pass(chain=((66, 21.9),), intra_chunk_ns=0.0, work_ns=0.5, call_us=17.0, even=True),
+    ),
 )
 
 #: SMs of the devices of `SHIPPED`.

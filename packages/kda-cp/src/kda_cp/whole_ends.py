@@ -12,7 +12,7 @@ split one belong to the first whole call, those behind it to the last one::
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -37,7 +37,6 @@ from kda_cp.segments import (
     whole_shape,
 )
 from kda_cp.upload import Integers, upload_groups
-from kda_cp.window_states import zeros
 
 
 @dataclass(frozen=True)
@@ -57,6 +56,7 @@ class Execution:
         backend: a `SupportsWholeEnds`.
         kernel: the merge kernel of the backend, or None.
         first, inner, last: the first whole call, both calls over the inner segments, and the last whole call.
+        summarized: shape of the first of both calls over the inner segments. They start from zeros, so it has no initial states.
         bounds: of the merge.
         whole_bytes: workspace of a whole call, a multiple of `WORKSPACE_ALIGNMENT`. That of the inner calls follows.
         workspace_bytes: workspace of all calls.
@@ -67,6 +67,7 @@ class Execution:
     first: Part
     inner: Part
     last: Part
+    summarized: ProblemShape
     bounds: Integers
     whole_bytes: int
     workspace_bytes: int
@@ -91,15 +92,19 @@ def _execution(plan: Plan, shape: ProblemShape, backend: Any) -> Execution:
     split = sequences[at]
     before, behind = chain(*sequences[:at]), chain(*sequences[at + 1 :])
     outer = [*before, split[0]], [split[-1], *behind]
-    first = _part(outer[0], whole_shape(shape, outer[0], output_final_state=True, state_v_first=False))
+    head = whole_shape(shape, outer[0], output_final_state=True, state_v_first=False)
+    first = _part(outer[0], replace(head, has_initial_state=shape.has_initial_state))
     inner = _part(
         split[1:-1], execution_shape(shape, [split[1:-1]], output_final_state=False, state_v_first=False)
     )
     last = _part(outer[1], whole_shape(shape, outer[1]))
     whole, rest = backend.whole_ends_workspace_bytes(first.shape, inner.shape, last.shape)
     whole = -(-whole // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+    summarized = replace(inner.shape, has_initial_state=False)
     bounds = Integers((0, len(split)), torch.int32)
-    return Execution(backend, merge_kernel(backend), first, inner, last, bounds, whole, whole + rest)
+    return Execution(
+        backend, merge_kernel(backend), first, inner, last, summarized, bounds, whole, whole + rest
+    )
 
 
 def _part(segments: list[Segment], shape: ProblemShape) -> Part:
@@ -161,21 +166,21 @@ class Steps:
         shape, given = e.first.shape, inputs.initial_state
         self._given = given.mT if given is not None and inputs.options.state_v_first else given
         self._before, self._segments, behind = shape.N - 1, len(e.inner.segments) + 2, e.last.shape.N - 1
-        # At the starts of all segments, then of the sequences behind.
-        self._states = inputs.q.new_zeros(
+        # At the starts of all segments, then of the sequences behind. The merge writes those of all segments but the first one, which is
+        # not read.
+        self._states = inputs.q.new_empty(
             (self._segments + behind, *shape.state_shape[1:]), dtype=shape.state_dtype
         )
-        if behind and self._given is not None:
-            self._states[self._segments :] = self._given[-behind:]
+        if behind:
+            starts = self._states[self._segments :]
+            starts.zero_() if self._given is None else starts.copy_(self._given[-behind:])
         # Of the sequences before, then of all segments.
         self._exits = self._states.new_empty((self._before + self._segments, *shape.state_shape[1:]))
         self._transitions = self._states.new_empty((self._segments, shape.HV, shape.K, shape.K))
-        # Both calls read the same states: the merge writes them.
-        self._inner = self._inputs_of(1, self._states[1 : self._segments - 1])
+        self._inner = self._inputs_of(1, e.summarized, None)
 
-    def _inputs_of(self, part: int, initial_state: Tensor) -> KdaInputs:
-        """Returns the inputs of the call over a part: 0 is the first one, 1 the inner segments, 2 the last one."""
-        shape = self._e.parts[part].shape
+    def _inputs_of(self, part: int, shape: ProblemShape, initial_state: Tensor | None) -> KdaInputs:
+        """Returns the inputs of a call of this shape over a part: 0 is the first one, 1 the inner segments, 2 the last one."""
         cu_seqlens, host = self._offsets[part] if shape.varlen else (None, None)
         return replaced(
             self._inputs, shape=shape, initial_state=initial_state, cu_seqlens=cu_seqlens, cu_seqlens_cpu=host,
@@ -185,9 +190,9 @@ class Steps:
     def summarize(self) -> None:
         """Executes the sequences before and the first segment, and summarises the inner ones."""
         e, n = self._e, self._before + 1
-        given = zeros(self._inputs, e.first.shape) if self._given is None else self._given[:n]
+        given = None if self._given is None else self._given[:n]
         e.backend.summarize_beside(
-            self._inputs_of(0, given),
+            self._inputs_of(0, e.first.shape, given),
             KdaOutputs(self._written[0], self._exits[:n], None, self._whole),
             self._inner,
             self._exits[n:-1],
@@ -202,12 +207,12 @@ class Steps:
 
     def execute(self) -> None:
         """Executes the last segment and the sequences behind, and the inner segments."""
-        v_first, final = self._inputs.options.state_v_first, self._final
+        e, v_first, final = self._e, self._inputs.options.state_v_first, self._final
         starts = self._states[self._segments - 1 :]
-        self._e.backend.execute_beside(
-            self._inputs_of(2, starts.mT if v_first else starts),
+        e.backend.execute_beside(
+            self._inputs_of(2, e.last.shape, starts.mT if v_first else starts),
             KdaOutputs(self._written[2], None if final is None else final[self._before :], None, self._whole),
-            self._inner,
+            replace(self._inner, shape=e.inner.shape, initial_state=self._states[1 : self._segments - 1]),
             KdaOutputs(self._written[1], None, None, self._rest),
         )
         for o, written in zip(self._o, self._written):
