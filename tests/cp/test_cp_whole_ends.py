@@ -107,6 +107,24 @@ def test_a_missing_initial_state_equals_zeros_and_a_final_state_is_optional(besi
     assert torch.equal(alone, o) and none is None
 
 
+@pytest.fixture
+def nan_in_new_memory():
+    """Lets torch fill new tensors that nothing has written with NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_calls_without_initial_states_read_no_uninitialised_memory(nan_in_new_memory, beside):
+    assert torch.empty(1).isnan()
+    lengths = tuple(map(sum, PACKED))
+    x = make_inputs("memory", sum(lengths), H=2, K=32, V=16, lengths=lengths).arguments
+    x.pop("initial_state")
+    x["cu_seqlens_cpu"], want = x["cu_seqlens"], token_oracle(**x)
+    o, state = run(x, Plan(PACKED, whole_ends=True), output_final_state=True)
+    assert error(o, want[0], lengths=lengths) < 5e-3 and error(state, want[1], state=True) <= FP32
+
+
 def test_a_single_inner_segment(beside):
     x = make_inputs("slow", 300, H=1, K=16, V=16, initial_state=True).arguments
     o, state = run(x, Plan(((100, 90, 110),), whole_ends=True), output_final_state=True)

@@ -650,13 +650,13 @@ class BackendConformance(
         exits = torch.full_like(states, torch.nan)
         per_token = ("q", "k", "v", "g", "beta")
 
-        def inputs(tokens: slice, start: torch.Tensor, final: bool, **more: Any) -> KdaInputs:
+        def inputs(tokens: slice, start: torch.Tensor | None, final: bool, **more: Any) -> KdaInputs:
             own = {name: x[name][:, tokens] for name in per_token} | {"initial_state": start} | more
             return kda.backend_inputs(x | own, output_final_state=final)
 
         offsets = {"cu_seqlens": cu_seqlens.to(kda.device), "cu_seqlens_cpu": cu_seqlens}
         head = inputs(first, x["initial_state"], True)
-        middle = inputs(inner, states[1:-1], False, **offsets)
+        middle = inputs(inner, None, False, **offsets)  # summarised from zeros
         tail_shape = inputs(last, states[-1:], True).shape
         sizes = backend.whole_ends_workspace_bytes(head.shape, middle.shape, tail_shape)
         whole, rest = (torch.full((n,), 255, dtype=torch.uint8, device=kda.device) for n in sizes)
@@ -673,7 +673,7 @@ class BackendConformance(
         backend.execute_beside(
             inputs(last, states[-1:], True),
             KdaOutputs(o[:, last], final, None, whole),
-            replace(middle, initial_state=states[1:-1]),
+            inputs(inner, states[1:-1], False, **offsets),
             KdaOutputs(o[:, inner], None, None, rest),
         )
         kda.check(case, o, final)
