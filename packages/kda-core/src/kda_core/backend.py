@@ -285,8 +285,8 @@ class SupportsSegments(Protocol):
 
     A planner computes the summaries of all segments, derives the state at the start of each, and executes the segments from
     there. `inputs` are those of a packed call (B = 1) whose N sequences are the segments. Both calls have the same tokens. Their
-    shapes differ only in `state_v_first`, which is False in `summarize`, and in `has_initial_state`. `summarize` ignores whether final and intermediate states
-    are asked for. `Backend.can_run` has accepted the shape of `execute_segments`. The rules of `Backend` hold.
+    shapes differ only in `state_v_first`, which is False in `summarize`, and in `has_initial_state`, if `summarize` starts from zeros.
+    `summarize` ignores whether final and intermediate states are asked for. `Backend.can_run` has accepted the shape of `execute_segments`. The rules of `Backend` hold.
 
     With `Feature.POOL_SEGMENTS` (since ABI 2.7) the whole call may be one over a pool. `inputs.pool` is then that of the whole call, and
     `inputs.segments` assigns the segments to its sequences. Both calls have the same shape, whose `state_v_first` is that of the pool,
