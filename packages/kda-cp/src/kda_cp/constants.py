@@ -142,8 +142,8 @@ def _check(name: str, value: float) -> None:
 Key = tuple[str, str, str]
 """(device name as torch reports it, or "cpu"; backend; dtype such as "bfloat16")."""
 
-# kda-sm90 beside itself on an H200, fitted to both steps of plans with whole ends for 65536 tokens of 4 and 8 heads. Predicted times of whole calls with slow
-# gates are 3 to 5% below the measured ones. Steep gates take up to 4% longer than slow ones, because summarize does.
+# kda-sm90 beside itself on an H200, fitted to both steps of plans with whole ends for 65536 tokens of 4 and 8 heads. With slow gates the predicted
+# times of these plans are 3 to 5% below the measured ones. Steep gates take up to 4% longer than slow ones, because summarize does.
 _BESIDE = Beside(
     first=Pass(chain=((17, 12.5),), intra_chunk_ns=0.0, work_ns=0.0, call_us=46.0, even=True),
     summarize=Pass(chain=((32, 24.0),), intra_chunk_ns=0.0, work_ns=0.76, call_us=24.0, even=True),
@@ -153,8 +153,8 @@ _BESIDE = Beside(
 
 # kda-sm90 on an H200 with 132 SMs.
 #
-# forward: fitted to rows of results/h200/prefill.json with slow gates: 65536 tokens of 8 heads, 16384 of 16, 8192 of 32 and of 64. Predicted times are within
-# 4% of these. `_H100` has the same values, because both GPUs have the same SMs, which limit these calls.
+# forward: fitted to rows of results/h200/prefill.json with slow gates: 65536 tokens of 8 heads, 16384 of 16, 8192 of 32 and of 64. Predicted
+# times are within 3% of these. `_H100` has the same values, because both GPUs have the same SMs, which limit these calls.
 #
 # summarize, execute: measured over 65536 tokens of 4 and of 8 heads. In `summarize` a chain has four halves, two of B and
 # two of M; work_ns is the time of the intra-chunk stage where it is the limit. In `execute` no intra-chunk stage runs beside
