@@ -19,6 +19,7 @@ ARRIVE = r"@first mbarrier\.arrive\.release\.cta[^;]*;"
 
 DEADLOCK, RACE, WRONG = "deadlock", "a race", "a wrong result"
 UNWRITTEN = "an undefined value is stored to"
+UNDEFINED_BRANCH = "the predicate of a branch is undefined"
 
 GAP = r"(?:\s|//.*)*"  # blanks and comments
 #: Barriers between stores and the loads of other threads: a warp barrier between the factors of rows and their loads, and the named barrier in
@@ -63,7 +64,7 @@ MUTANTS = {
     "a record that is never published": (DEADLOCK, r"st\.release\.gpu\.global\.b32 [^;]*;", "", 0),
     "records published without order": (RACE, r"st\.release\.gpu", "st.relaxed.gpu", 0),
     "records acquired without order": (RACE, r"ld\.acquire\.gpu", "ld.relaxed.gpu", 0),
-    "no wait for the copies of q and k": (UNWRITTEN, r"cp\.async\.wait_group\s+0;", "", 0),
+    "no wait for the copies of q, k and g": (UNDEFINED_BRANCH, r"cp\.async\.wait_group\s+0;", "", 0),
     "an intra-chunk stage without its barrier": (RACE, BEFORE_WGMMA, "", 1),
     "lanes that read what others store, without their barrier": (RACE, AFTER_FACTORS, r"\1", 0),
     "o stored before it is ready": (UNWRITTEN, O_READY, "", 1),

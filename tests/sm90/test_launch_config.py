@@ -135,9 +135,9 @@ def test_of_equal_times_the_launch_has_the_fewest_queues(HV, N, sms):
         assert chosen.queues == 1 + times.index(min(times))
 
 
-@pytest.mark.parametrize(("T", "queues"), ((512, 64), (1024, 64), (2048, 52)))
-def test_only_queues_of_longer_calls_cut_heads(T, queues):
-    chosen = launch_config(shape(T=T, H=64, HV=64), 132)
+@pytest.mark.parametrize(("T", "heads", "queues"), ((512, 64, 64), (1024, 64, 64), (1024, 80, 57)))
+def test_only_queues_of_longer_calls_cut_heads(T, heads, queues):
+    chosen = launch_config(shape(T=T, H=heads, HV=heads), 132)
     assert (chosen.chunk, chosen.config.warpgroups, chosen.queues) == (32, 2, queues)
     assert chosen.depth >= 13
 
@@ -209,7 +209,7 @@ def test_a_device_without_room_for_two_launches_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("T", "heads", "local"), ((8192, 64, True), (8192, 96, True), (2048, 64, False), (8192, 48, False))
+    ("T", "heads", "local"), ((8192, 64, True), (8192, 96, True), (1024, 64, False), (8192, 48, False))
 )
 def test_long_calls_of_many_heads_have_local_records(T, heads, local):
     call = functools.partial(shape, T=T, H=heads, HV=heads)

@@ -45,9 +45,12 @@ ITEM_NS = {False: 13600, True: 14400}
 
 #: The same of groups of one or two warpgroups (`config.by_warpgroup`), by chunk size; with softplus gates, between slow and steep ones; and the
 #: time for a first chunk, which others hardly delay.
-WARPGROUP_ITEM_NS = {32: 6500, 64: 9800}
-SOFTPLUS_ITEM_NS = {32: 7400, 64: 12000}
-WARPGROUP_FIRST_NS = {32: 7100, 64: 7700}
+#:
+#: These, CHAIN_NS, the constants of local records, and CUT_NS were fitted together to a grid of 90 shapes on an H200: 512 to 16384 tokens, 8 to
+#: 128 heads, slow bounded gates (docs/kernels/prefill.md). On average the launch that they choose is 0.3% slower than the fastest of the grid.
+WARPGROUP_ITEM_NS = {32: 5900, 64: 9900}
+SOFTPLUS_ITEM_NS = {32: 7100, 64: 12000}
+WARPGROUP_FIRST_NS = {32: 7100, 64: 9000}
 #: How many ns longer a chain needs after the last record of a launch than after the first one, where chains help. The value was fitted to
 #: short calls in the mode ``whole``.
 WARPGROUP_LAST_NS = 1500
@@ -55,24 +58,20 @@ WARPGROUP_LAST_NS = 1500
 HELP_NS = 2200
 
 #: ns per token of a chain, by (chunk size, warpgroups), while intra-chunk CTAs run beside it. A chain that runs alone, or
-#: whose start is a small part of a long call, is up to 15% faster. With the values of chunks of 64, which are those of an H100, and with
-#: WARPGROUP_ITEM_NS, 24 heads and pinned calls of 32 and 64 heads of 8192 tokens get numbers of queues within 1% of the fastest.
-CHAIN_NS = {(64, 1): 15.3, (64, 2): 25.8, (32, 1): 23.0, (32, 2): 29.3}
+#: whose start is a small part of a long call, is up to 15% faster.
+CHAIN_NS = {(64, 1): 14.5, (64, 2): 24.8, (32, 1): 20.9, (32, 2): 29.1}
 
-#: The same two times where chains have local records (`PrefillConfig.local`), and how many ns longer such a launch takes, whatever its length.
-#: With these values 8192 tokens of 64 heads get a number of queues within 1% of the fastest, and calls of up to about 2000 tokens of 64 heads
-#: have no local records, which do not make them faster.
-LOCAL_ITEM_NS = 6200
-LOCAL_CHAIN_NS = 33.9
-LOCAL_NS = 4000
+#: The same two times where chains have local records (`PrefillConfig.local`).
+LOCAL_ITEM_NS = 5750
+LOCAL_CHAIN_NS = 35.0
 
 #: How many ns a chain needs between two parts of its queue, in the mode ``whole``. With this value calls of 20 and 36 packed sequences get
 #: numbers of queues within 1% of the fastest.
 PART_NS = 600
 
 #: How many ns longer a launch takes in the mode ``whole`` if its queues cut sequences: a state passes through memory, and a queue has a part
-#: more. With this value calls of 512, 768 and 1024 tokens of 64 heads get 64 queues, which are 3 to 7% faster than 56 to 63.
-CUT_NS = 5500
+#: more.
+CUT_NS = 6700
 
 #: ns per token of the chains of the modes ``summarize`` and ``execute``. In ``execute`` no intra-chunk CTA runs
 #: beside them.
@@ -113,7 +112,7 @@ RECORDS_PER_GROUP = {False: 1.2, True: 1.7}
 RECORDS_PER_WARPGROUP = {(32, 1): 2.75, (32, 2): 2.05, (64, 1): 1.6, (64, 2): 1.6}
 #: The same with softplus gates, whose items take different times, and where chains have local records.
 SOFTPLUS_RECORDS_PER_WARPGROUP = {(32, 1): 2.55, (32, 2): 2.3, (64, 1): 2.4, (64, 2): 2.4}
-LOCAL_RECORDS_PER_WARPGROUP = 2.55
+LOCAL_RECORDS_PER_WARPGROUP = 3.0
 #: Most records of a ring with groups of two warpgroups: with bounded gates, precomputed unbounded gates, and softplus gates. If chains bind,
 #: deeper rings fill up, and their records leave the L2.
 MOST_DEPTH, UNBOUNDED_MOST_DEPTH, SOFTPLUS_MOST_DEPTH = 16, 18, 28
@@ -141,7 +140,7 @@ LEAST_SHARE = 4
 #: (docs/kernels/segments.md).
 INNER_CHUNK = 32
 #: Factor on CHAIN_NS of whole calls beside segments. They are long, so their start is a small part.
-LONG_CHAIN = 0.9
+LONG_CHAIN = 0.95
 
 CHUNKS = (64, 32)
 
@@ -520,7 +519,6 @@ class _Model:
         chain_ns: ns per slot of a chain, with its share of `PART_NS`.
         cut_ns: `CUT_NS`; 0 if the sequences may have different lengths, so that the queues of any launch may cut them.
         least_ns: ns that all records together take through HBM; 0 except in the mode ``execute``.
-        start_ns: ns of the launch before its first item starts and after its last one ends.
     """
 
     chunk: int
@@ -541,7 +539,6 @@ class _Model:
     chain_ns: float
     cut_ns: float
     least_ns: float
-    start_ns: float
 
     @property
     def most(self) -> int:
@@ -584,15 +581,13 @@ class _Model:
     def total_ns(self, queues: int) -> float:
         """Returns the time of the launch in ns."""
         cut_ns = self.cut_ns if self.width(queues) % max(1, self.longest) else 0.0
-        return (
-            self.start_ns + self.first_ns + max(self.intra_chunk_ns(queues), self.chains_ns(queues)) + cut_ns
-        )
+        return START_NS + self.first_ns + max(self.intra_chunk_ns(queues), self.chains_ns(queues)) + cut_ns
 
     def even_ns(self, sms: int) -> float:
         """Returns about the time of the launch on this number of SMs in ns: as if any number of queues and items were possible. Needs no
         search, unlike `best`."""
         work = self.items * (self.item_ns / self.groups + self.chain_ctas * self.chain_ns)
-        return self.start_ns + self.first_ns + max(work / sms, self.longest * self.chain_ns, self.least_ns)
+        return START_NS + self.first_ns + max(work / sms, self.longest * self.chain_ns, self.least_ns)
 
     def best(self) -> int:
         """Returns the number of queues with the smallest time, the fewest of equals."""
@@ -671,7 +666,6 @@ def _kind(
         "first_ns": factor * first_ns,
         "last_ns": WARPGROUP_LAST_NS if helps and mode == "whole" else factor * first_ns * per_slot,
         "chain_ns": chunk * per_slot * token_ns,
-        "start_ns": START_NS + (LOCAL_NS if local else 0),
     }
 
 

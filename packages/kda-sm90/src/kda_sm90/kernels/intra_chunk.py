@@ -29,14 +29,15 @@ T is the inverse of I + L, computed by one warp: both diagonal blocks, a lane fo
 
 Time runs downwards. ``|`` is a barrier of the group::
 
-    all warps        own q, k, g are here; sums of squares; gates and their sums -> tables
+    all warps        own q, k, g are here; gates and their sums, and between them sums of squares -> tables
     leader           room for the record (acquire_record)
     |
     all warps        anchors, factors, operands -> images; a -> record, and Kd and Qd unless the panel is gentle
     |
-    leader           Kg, and Kd and Qd of gentle panels -> record, by bulk copies (`store_early`)
-    claiming warp    claim of the next chunk (claim_next)
-    all warps        wgmma; L and Aqk -> shared memory; the claim is stored (store_claim)
+    all warps        wgmma; while it runs:
+    leader             Kg, and Kd and Qd of gentle panels -> record, by bulk copies (`store_early`)
+    claiming warp      claim of the next chunk (claim_next)
+    all warps        L and Aqk -> shared memory; the claim is stored (store_claim)
     |
     leader           publish the record of the turn before (publish_previous)
     all warps        request g, k, q of the next chunk
@@ -69,6 +70,7 @@ from kda_cute.records import BLOCK, HEAD_DIM, PANEL
 from kda_sm90.config import PrefillConfig
 from kda_sm90.kernels import steep
 from kda_sm90.kernels.barriers import WARPGROUP
+from kda_sm90.kernels.norms import SumsOfSquares
 
 ROW = 2 * PANEL  # bytes of a row of an image
 ROWS = 8  # of a lane
@@ -229,8 +231,10 @@ class WarpgroupIntraChunk(Inputs):
     """
 
     threads = WARPGROUP
-    #: The thread that waits for room, issues bulk copies and publishes records. Its warp also claims chunks.
+    #: The thread that waits for room, issues bulk copies and publishes records.
     leader = 96
+    #: The warp that claims chunks.
+    claimer = 0
     #: Whether the group's memory has images of parts of the record, which bulk copies take there. If not, the threads store these parts to
     #: the record themselves.
     has_images = True
@@ -254,8 +258,8 @@ class WarpgroupIntraChunk(Inputs):
         return Place(self.layout, worker, self.threads // 32)
 
     def has_least_work(self, thread, turn):
-        """Returns whether the thread's warp claims chunks: it never inverts L."""
-        return thread // 32 == self.leader // 32
+        """Returns whether the thread's warp claims chunks. It is not that of the leader, which copies at the same time."""
+        return thread // 32 == self.claimer
 
     def request(self, x, worker: Worker, chunk: Chunk):
         """Starts the loads of a chunk: g, then k and q, to shared memory, the small inputs to registers. Their regions are free once
@@ -268,7 +272,6 @@ class WarpgroupIntraChunk(Inputs):
             biases = [y for at in (0, 8) for y in ptx.load_global_f32_x2(first + at, x.dt_bias != Int64(0))]
         beta = self.load_beta(x, chunk, p.block * BLOCK + p.lane % BLOCK)
         self.copy_gates(p, x, chunk)
-        cute.arch.cp_async_commit_group()
         # Whole lines of 128 bytes of four rows, to eight units of a row that touch all banks.
         unit, first_row = p.lane % 8, p.block * BLOCK + p.lane // 8
         for name, region in (("k", 0), ("q", self.layout.q)):
@@ -298,9 +301,10 @@ class WarpgroupIntraChunk(Inputs):
         p = self.place(worker)
         beta_bf16, beta_fp32, a_log, *biases = loaded
         gate = Gate(self.config, gate_rate(a_log), x.lower_bound)
-        cute.arch.cp_async_wait_group(1)  # g is here
+        cute.arch.cp_async_wait_group(0)
         cute.arch.sync_warp()
-        sums, total = self.sums_of_decays(p, gate, biases, chunk.valid)
+        squares = SumsOfSquares(p, self.layout, self.blocks)
+        sums, total = self.sums_of_decays(p, gate, biases, chunk.valid, squares)
         first = [cute.arch.shuffle_sync(y, p.quad_of_channels) for y in sums[0]]
         other = [cute.arch.shuffle_sync_bfly(y, 16) for y in total]
         block_sum = [y + z for y, z in zip(total, other, strict=True)]
@@ -309,22 +313,23 @@ class WarpgroupIntraChunk(Inputs):
         table = p.base + ptx.select(upper, Int32(self.layout.sums), Int32(self.layout.firsts))
         values = [ptx.select(upper, y, z) for y, z in zip(block_sum, first, strict=True)]
         ptx.store_shared_x4(table + p.block * 512 + p.channel * 4, values)
-        cute.arch.cp_async_wait_group(0)  # k and q
-        cute.arch.sync_warp()
-        self.store_norms(p)
+        squares.store()
+        beta = self.activated_beta(x, beta_bf16, beta_fp32, p.block * BLOCK + p.lane % BLOCK < chunk.valid)
         published = hooks.acquire_record()
         self.wait_for_reads(worker, self.late_copies)  # of Kg of the turn before
         hooks.sync()
 
-        self.operands(p, x, sums, first, other, (beta_bf16, beta_fp32), chunk.valid, record)
+        self.operands(p, x, sums, first, other, beta, chunk.valid, record)
         self.wait_for_reads(worker, 0)  # of everything else of the turn before
         cute.arch.fence_proxy("async.shared", space="cta")
         hooks.sync()
 
+        products = self.multiply(p)
         if not self.config.folded:
             self.store_early(worker, record)
         claimed = hooks.claim_next()
-        self.store_blocks(p, self.multiply(p), record, hooks.sync)
+        warpgroup.wait_group(0)
+        self.store_blocks(p, tiles_of(products), record, hooks.sync)
         hooks.store_claim(claimed)
         if self.may_be_gentle:
             self.wait_for_reads(worker, 0)  # the inputs of the next chunk replace Kd and Qd
@@ -333,9 +338,9 @@ class WarpgroupIntraChunk(Inputs):
 
     # ---- decays and norms
 
-    def sums_of_decays(self, p: Place, gate: Gate, biases, valid):
+    def sums_of_decays(self, p: Place, gate: Gate, biases, valid, squares: SumsOfSquares):
         """Returns [8 rows][4 channels]: the log decays, summed from the lane's first row on; and [4]: their sum, in which rows beyond the
-        sequence do not decay."""
+        sequence do not decay. Computes ``squares`` between the rows."""
         raw = []
         for r in range(ROWS):
             if self.gate_bytes == 2:
@@ -356,6 +361,7 @@ class WarpgroupIntraChunk(Inputs):
                 for g, bias, y in zip(raw[r], biases, total, strict=True)
             ]
             sums.append(total)
+            squares.step(r)
         return sums, total if self.config.unbounded else self.total_of_valid(p, sums, valid)
 
     @cute.jit
@@ -372,29 +378,8 @@ class WarpgroupIntraChunk(Inputs):
                 total[c] = last
         return [total[c] for c in range(4)]
 
-    def store_norms(self, p: Place):
-        """Stores the sums of squares of the warp's rows of k and q over its panel.
-
-        They are the diagonal of x x^T. Element [r, r] of an accumulator is in the lane with quad r and pair r // 2.
-        """
-        row, units = p.lane % BLOCK, p.lane // BLOCK
-        diagonal = p.lane % 4 == p.lane // 8
-        odd = p.lane // 4 % 2 > 0
-        for kind, region in enumerate((0, self.layout.q)):
-            low, high = ([Float32(0.0)] * 4 for _ in range(2))
-            start = p.panel + region + (p.block * BLOCK + row) * ROW
-            for k in range(PANEL // 16):
-                a = ptx.ldmatrix_x4(start + ((2 * k + units) ^ row % 8) * 16)
-                for step in (a[:2], a[2:]):  # eight channels of rows r and r + 8
-                    low = ptx.mma_m16n8k8(step, step[0], low)
-                    high = ptx.mma_m16n8k8(step, step[1], high)
-            norms = p.base + self.layout.norms + (2 * p.panel_index + kind) * (4 * self.chunk)
-            at = norms + (p.block * BLOCK + p.lane // 4) * 4
-            ptx.store_shared_if(at, ptx.select(odd, low[1], low[0]), diagonal)
-            ptx.store_shared_if(at + 32, ptx.select(odd, high[3], high[2]), diagonal)
-
-    def store_scales(self, p: Place, x, beta, valid):
-        """Stores the factors of the rows of the warp's block to its table, each lane that of one row of k or q."""
+    def store_scales(self, p: Place, x, beta):
+        """Stores the factors of the rows of the warp's block to its table, each lane that of one row of k or q. ``beta``: of that row."""
         row = p.block * BLOCK + p.lane % BLOCK
         is_key = p.lane < BLOCK
         norms = p.base + self.layout.norms + p.lane // BLOCK * (4 * self.chunk) + row * 4
@@ -402,18 +387,18 @@ class WarpgroupIntraChunk(Inputs):
         factor = ptx.select(x.l2norm > 0, ptx.rsqrt(total + Float32(1e-6)), Float32(1.0))
         table = p.base + self.layout.scales + p.warp * 256 + p.lane * 4
         ptx.store_shared(table, factor * ptx.select(is_key, Float32(-1.0), x.scale))
-        ptx.store_shared(table + 128, factor * self.activated_beta(x, *beta, row < valid))
+        ptx.store_shared(table + 128, factor * beta)
         cute.arch.sync_warp()
 
     # ---- operands
 
     def operands(self, p: Place, x, sums, first, other, beta, valid, record):
         """Stores rows, columns and Kg to shared memory, and a to the record. Stores Kd and Qd to the record if the panel is not gentle."""
-        self.store_scales(p, x, beta, valid)
         cell = p.base + p.channel * 4
         load = lambda table, block: ptx.load_shared_x4(cell + table + block * 512, Float32)
         block_sums = [load(self.layout.sums, b) for b in range(self.blocks)]
         firsts = [load(self.layout.firsts, b) for b in range(1, self.blocks)]
+        self.store_scales(p, x, beta)
         starts = [[Float32(0.0)] * 4]  # G before each block, and at the end
         for block_sum in block_sums:
             starts.append([y + z for y, z in zip(starts[-1], block_sum, strict=True)])
@@ -633,7 +618,7 @@ class WarpgroupIntraChunk(Inputs):
     # ---- L and Aqk
 
     def multiply(self, p: Place):
-        """Returns the warp's 16 rows of (rows) (columns)^T, two accumulator tiles for each block of columns."""
+        """Starts (rows) (columns)^T. Returns its accumulators, each with its number of blocks of columns."""
         count = first_column(self.blocks)
         parts = [(self.layout.columns, count)]  # offsets, and blocks of columns
         if self.layout.keeps_lost:
@@ -656,10 +641,9 @@ class WarpgroupIntraChunk(Inputs):
                 for k in range(PANEL // 16):
                     cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
                     atom.set(warpgroup.Field.ACCUMULATE, True)
-            found += [(acc, i) for i in range(blocks)]
+            found.append((acc, blocks))
         warpgroup.commit_group()
-        warpgroup.wait_group(0)
-        return [[[acc[8 * i + 4 * tile + e] for e in range(4)] for tile in range(2)] for acc, i in found]
+        return found
 
     def rows_of_warpgroup(self, p: Place):
         """Returns the offset in a panel of the 64 rows that the warpgroup multiplies: all rows of k and q."""
@@ -667,7 +651,7 @@ class WarpgroupIntraChunk(Inputs):
 
     @cute.jit
     def store_blocks(self, p: Place, blocks, record, sync):
-        """Stores the blocks of -L for `finish`, and those of Aqk as an image. ``blocks``: of `multiply`. ``sync``: the group's barrier."""
+        """Stores the blocks of -L for `finish`, and those of Aqk as an image. ``blocks``: of `tiles_of`. ``sync``: the group's barrier."""
         square = self.square(p.base, record, "aqk")
         lower = p.warp % 2 > 0
         diagonal = [
@@ -833,6 +817,15 @@ def in_row(cell, r):
     """Returns the address of the lane's 8 bytes of its row r, from that of row 0. Images start at multiples of 128 bytes, so the XOR of the
     swizzle is one instruction, and the rest is the offset of the access."""
     return (cell ^ (r * 16)) + r * ROW
+
+
+def tiles_of(products):
+    """Returns the warp's 16 rows of what `multiply` has started, once that is complete: two accumulator tiles for each block of columns."""
+    return [
+        [[acc[8 * i + 4 * tile + e] for e in range(4)] for tile in range(2)]
+        for acc, blocks in products
+        for i in range(blocks)
+    ]
 
 
 def store_square(square, chunk, a, i, j, lane, transpose=False):

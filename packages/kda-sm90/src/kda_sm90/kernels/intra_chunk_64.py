@@ -82,7 +82,7 @@ class TwoWarpgroupIntraChunk(WarpgroupIntraChunk):
     """The intra-chunk stage of one group; calls as in `WarpgroupIntraChunk`."""
 
     threads = 2 * WARPGROUP
-    leader = 224  # in a warp of q, which inverts nothing
+    leader, claimer = 224, 4  # in warps of q, which invert nothing
     # All copies are in `complete`. The next turn soon overwrites what they read, so it waits for all of them.
     early_copies = late_copies = 0
 
@@ -94,7 +94,7 @@ class TwoWarpgroupIntraChunk(WarpgroupIntraChunk):
     @cute.jit
     def store_blocks(self, p: Place, blocks, record, sync):
         """Stores the blocks of L below the diagonal and the inverses of the diagonal blocks for `finish`, and those of Aqk for `complete`.
-        ``blocks``: of `multiply`. ``sync``: the group's barrier."""
+        ``blocks``: of `tiles_of`. ``sync``: the group's barrier."""
         row = p.warp % 4
         diagonal = self.diagonal(row, blocks)
         if const_expr(self.config.unbounded):

@@ -35,6 +35,7 @@ class LocalIntraChunk(WarpgroupIntraChunk):
     """
 
     has_images = False
+    claimer = WarpgroupIntraChunk.leader // 32  # finds the next chunk
 
     def __init__(self, config: PrefillConfig):
         super().__init__(config)
