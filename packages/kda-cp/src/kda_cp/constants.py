@@ -153,8 +153,8 @@ _BESIDE = Beside(
 
 # kda-sm90 on an H200 with 132 SMs.
 #
-# forward: fitted to rows of results/h200/prefill.json with slow gates: 65536 tokens of 8 heads, 16384 of 16, 8192 of 32 and of 64. Predicted
-# times are within 3% of these. `_H100` has the same values, because both GPUs have the same SMs, which limit these calls.
+# forward: fitted to rows of results/h200/prefill.json with slow gates: 65536 tokens of 8 heads, 16384 of 16, 8192 of 32, of 64 and of 96.
+# Predicted times are within 3% of these. `_H100` has the same values, because both GPUs have the same SMs, which limit these calls.
 #
 # summarize, execute: measured over 65536 tokens of 4 and of 8 heads. In `summarize` a chain has four halves, two of B and
 # two of M; work_ns is the time of the intra-chunk stage where it is the limit. In `execute` no intra-chunk stage runs beside
@@ -168,7 +168,7 @@ _BESIDE = Beside(
 # All values except forward and beside were then scaled to the times of one run of ``python -m kda_cp calibrate`` on an H200.
 _H200 = Constants(
     forward=Pass(
-        chain=((17, 12.4), (32, 21.5), (46, 27.5)), intra_chunk_ns=0.0, work_ns=0.0, call_us=23.0, even=True
+        chain=((17, 12.4), (32, 20.2), (46, 26.0)), intra_chunk_ns=0.0, work_ns=0.0, call_us=23.0, even=True
     ),
     merge_us=1.7,
     gather_ns=0.62,
@@ -193,7 +193,7 @@ _H200 = Constants(
 # constants are fitted to plans of 2 to 12 heads on an H100.
 _H100 = Constants(
     forward=Pass(
-        chain=((17, 12.4), (32, 21.5), (46, 27.5)), intra_chunk_ns=0.0, work_ns=0.0, call_us=23.0, even=True
+        chain=((17, 12.4), (32, 20.2), (46, 26.0)), intra_chunk_ns=0.0, work_ns=0.0, call_us=23.0, even=True
     ),
     merge_us=1.87,
     gather_ns=0.76,
