@@ -233,7 +233,7 @@ class WarpgroupIntraChunk(Inputs):
     threads = WARPGROUP
     #: The thread that waits for room, issues bulk copies and publishes records.
     leader = 96
-    #: The warp that claims chunks.
+    #: The warp that claims chunks. The leader issues bulk copies at the same time, so another warp claims.
     claimer = 0
     #: Whether the group's memory has images of parts of the record, which bulk copies take there. If not, the threads store these parts to
     #: the record themselves.
@@ -257,8 +257,8 @@ class WarpgroupIntraChunk(Inputs):
         """Returns where the calling thread works."""
         return Place(self.layout, worker, self.threads // 32)
 
-    def has_least_work(self, thread, turn):
-        """Returns whether the thread's warp claims chunks. It is not that of the leader, which copies at the same time."""
+    def is_claimer(self, thread, turn):
+        """Returns whether the thread's warp claims chunks."""
         return thread // 32 == self.claimer
 
     def request(self, x, worker: Worker, chunk: Chunk):
@@ -340,7 +340,7 @@ class WarpgroupIntraChunk(Inputs):
 
     def sums_of_decays(self, p: Place, gate: Gate, biases, valid, squares: SumsOfSquares):
         """Returns [8 rows][4 channels]: the log decays, summed from the lane's first row on; and [4]: their sum, in which rows beyond the
-        sequence do not decay. Computes ``squares`` between the rows."""
+        sequence do not decay. A step of ``squares``, which has one for each row, follows every row."""
         raw = []
         for r in range(ROWS):
             if self.gate_bytes == 2:

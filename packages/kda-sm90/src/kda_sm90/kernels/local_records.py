@@ -35,7 +35,7 @@ class LocalIntraChunk(WarpgroupIntraChunk):
     """
 
     has_images = False
-    claimer = WarpgroupIntraChunk.leader // 32  # finds the next chunk
+    claimer = WarpgroupIntraChunk.leader // 32  # it finds the next chunk; there are no bulk copies
 
     def __init__(self, config: PrefillConfig):
         super().__init__(config)
@@ -55,7 +55,7 @@ class LocalIntraChunk(WarpgroupIntraChunk):
         thread = thread & (self.threads - 1)
         sync = lambda: cute.arch.barrier(barrier_id=BARRIER, number_of_threads=self.threads)
         turn = Int32(0)
-        if self.has_least_work(thread, turn):
+        if self.is_claimer(thread, turn):
             head, n, high, _ = schedule.first_task(sched, queue)
             if thread == self.leader:
                 ptx.store_shared_x4(base + self.walk, [head, n, high, Int32(0)])
@@ -128,7 +128,7 @@ class LocalIntraChunk(WarpgroupIntraChunk):
     @cute.jit
     def find_next(self, sched, queue: Int32, args, thread: Int32, base: Int32, turn: Int32, claimed):
         """Stores the chunk of a turn to its buffer, in one warp."""
-        if self.has_least_work(thread, turn):
+        if self.is_claimer(thread, turn):
             self.find(sched, queue, args, base, turn)
 
     @cute.jit

@@ -9,9 +9,14 @@ STEPS = 2 * (PANEL // 16)  # of 16 channels, of k, then of q
 
 
 class SumsOfSquares:
-    """The sums over the warp's rows and panel, in `STEPS` steps, from the first on.
+    """The sums over the warp's 16 rows and its panel, in `STEPS` steps.
 
-    The products of a warp wait for one another. So the caller computes something else between two steps.
+    Each product waits for the one before. So the caller computes something else between two steps.
+
+    Args:
+        place: the `intra_chunk.Place` of the thread.
+        layout: the `intra_chunk.Layout` of the group's shared memory, which holds q and k.
+        blocks: blocks of 16 rows of a chunk.
     """
 
     def __init__(self, place, layout, blocks: int):
@@ -28,7 +33,7 @@ class SumsOfSquares:
         return ptx.ldmatrix_x4(self.start + self.regions[kind] + (unit ^ self.row % 8) * 16)
 
     def step(self, i: int) -> None:
-        """Adds the squares of step i. The loads of the next step are on their way meanwhile."""
+        """Adds the squares of step i, and starts the loads of the next step. Steps are called in order."""
         a = self.loaded
         if i + 1 < STEPS:
             self.loaded = self._load(i + 1)

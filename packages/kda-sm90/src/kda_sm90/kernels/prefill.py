@@ -231,7 +231,7 @@ class PrefillKernel(Kernel):
             self.store_item(sched, args, self.item_address(base, turn), index, thread)
         sync()
         loaded = self.request_first_inputs(sched, args, thread, base, group, index, ctas)
-        claims = self.intra_chunk.has_least_work(thread, turn) and thread % 32 == 0
+        claims = self.intra_chunk.is_claimer(thread, turn) and thread % 32 == 0
         if args.ticket != Int64(0) and (thread == self.leader or claims):
             schedule.wait_for_clear(sched, args.ticket)
         read = tuple(Int32(0) for _ in self.first_halves)  # the counters may not be clear yet
@@ -410,10 +410,10 @@ class PrefillKernel(Kernel):
 
     @cute.jit
     def claim_next(self, sched, thread: Int32, turn: Int32, is_helper):
-        """Claims the next item. Returns how many items were claimed before, in lane 0 of the warp with the least work. `store_claim` uses it
+        """Claims the next item. Returns how many items were claimed before, in lane 0 of the claiming warp. `store_claim` uses it
         about 1 us later: an instruction on it here would wait for the answer."""
         claimed = Int32(0)
-        if self.intra_chunk.has_least_work(thread, turn) and thread % 32 == 0 and not is_helper:
+        if self.intra_chunk.is_claimer(thread, turn) and thread % 32 == 0 and not is_helper:
             claimed = schedule.claim(sched)
         return claimed
 
@@ -422,7 +422,7 @@ class PrefillKernel(Kernel):
         self, sched, args, thread: Int32, base: Int32, turn: Int32, ctas: Int32, is_helper, claimed: Int32
     ):
         """Stores the next item to its buffer, in the warp that claimed it. ``ctas``: CTAs that compute first items."""
-        if self.intra_chunk.has_least_work(thread, turn):
+        if self.intra_chunk.is_claimer(thread, turn):
             index = ptx.select(is_helper, Int32(NO_ITEM), claimed + ctas * self.groups)
             self.store_item(sched, args, self.item_address(base, turn + 1), index, thread % 32)
 

@@ -212,8 +212,8 @@ class IntraChunk(Inputs):
         """Computes stage 4 of the chunk. A barrier of the slice must follow before the next `compute`."""
         self.inverse.assemble(self.place(worker), record("t"))
 
-    def has_least_work(self, thread, turn):
-        """Returns whether the thread's warp has the last block: no work in stage 4, and the least in stage 3."""
+    def is_claimer(self, thread, turn):
+        """Returns whether the thread's warp claims chunks: that of the last block, which has no work in stage 4, and the least in stage 3."""
         return self.block_of(thread, turn) == self.blocks - 1
 
     def block_of(self, thread, turn):
