@@ -94,7 +94,7 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 import cutlass
-from cutlass import BFloat16, Float32, Int32, Int64, const_expr, cute
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.pipeline import PipelineUserType
 from cutlass.utils import hopper_helpers
@@ -291,7 +291,8 @@ class Chain:
             Ring.at_start(depth, phase, self.config.local) for depth in (self.early_depth, self.late_depth)
         )
 
-    # ---- producer: one warp. All lanes track the rings; lane 0 waits and copies.
+    # ---- producer: one warp. All lanes wait and track the rings. `elect.sync` chooses the lane that copies: behind a comparison of the lane
+    # index, ptxas may wrap every bulk copy in a loop over the lanes (docs/kernels/chain.md, "Machine code").
 
     @cute.jit
     def produce_records(self, smem, records, sched, queue: Int32, half: Int32):
@@ -309,10 +310,10 @@ class Chain:
                 schedule.publish_read(ring, half, part.number)
             ready = Int32(0)
             for c in cutlass.range(part.chunks, unroll=1):
-                while ready <= c:
-                    ready = self.chunks_ready(ring, part, c)
+                if ready <= c:
+                    ready = self.wait_for_chunk(ring, part, c)
                 is_local = schedule.is_local(sched, part, c)
-                loads = (lane == 0) & (is_local == False)  # is_local is a Boolean of the DSL, or False
+                loads = is_local == False  # is_local is a Boolean of the DSL, or False
                 if loads:
                     record = schedule.record(ring, part.number + c)
                     self.load_record(smem, records, record, early, late)
@@ -323,54 +324,57 @@ class Chain:
                     # Of c - IN_FLIGHT. If a record in between is local, of the chunk before.
                     self.wait_for_load(smem, IN_FLIGHT + 1, early, late)
                     read = c - IN_FLIGHT + 1 - int(self.config.local)
-                    schedule.publish_read(ring, half, part.number + read)
-            if lane == 0:
-                for back in cutlass.range_constexpr(1, IN_FLIGHT + 1):
-                    if part.chunks >= back:
-                        self.wait_for_load(smem, back, early, late)
-                self.pass_trailing_stage(smem, early)
+                    if lane == 0:
+                        schedule.publish_read(ring, half, part.number + read)
+            for back in cutlass.range_constexpr(1, IN_FLIGHT + 1):
+                if part.chunks >= back:
+                    self.wait_for_load(smem, back, early, late)
+            self.pass_trailing_stage(smem, early)
             early.advance()
             end = part.begin
             head, n = schedule.next_task(sched, head, n)
         if lane == 0:
             schedule.publish_read(ring, half, Int32(schedule.ALL_READ))
 
-    def chunks_ready(self, ring, part, c):
-        """Returns a number of chunks of the part, from its first one, whose records are ready. It is above c only if
-        the record of c is ready."""
+    def wait_for_chunk(self, ring, part, c):
+        """Waits for the record of chunk c of the part. Returns how many chunks of the part, from its first one, have records that are
+        ready."""
         if self.config.reads_records:  # an earlier launch has written all records
             return part.chunks
-        return c + schedule.count_ready(ring, part.number + c, cutlass.min(part.chunks - c, 32))
+        return c + schedule.wait_for_records(ring, part.number + c, cutlass.min(part.chunks - c, 32))
 
     def load_record(self, smem, records, record, early, late):
-        """Waits for a free stage of each ring, and requests one record into them."""
+        """Waits for a free stage of each ring, and requests one record into them. A whole warp calls it."""
         own = lambda names: {name: name for name in names}
         self.load_arrays(smem, records, record, early, late, own(self.early_arrays), own(self.late_arrays))
 
     def load_arrays(self, smem, records, record, early, late, early_arrays, late_arrays, keep=False):
-        """Waits for a free stage of each ring, and requests arrays of one record into them.
+        """Waits for a free stage of each ring, and requests arrays of one record into them. A whole warp calls it.
 
         Args:
             early_arrays, late_arrays: the array of the record for each array of a stage.
             keep: whether the record is read again.
         """
-        ptx.fence_proxy_async()  # the intra-chunk stage wrote the record through the generic proxy
         for arrays, ring, full, empty in (
             (early_arrays, early, smem.early_full, smem.early_empty),
             (late_arrays, late, smem.late_full, smem.late_empty),
         ):
             barriers.wait(empty, ring)
             barrier = full + ring.index
-            cute.arch.mbarrier_arrive_and_expect_tx(barrier, sum(self.bytes[name] for name in arrays))
-            for place, name in arrays.items():
-                size = self.bytes[name]
-                stage = getattr(smem, place) + ring.index * size
-                ptx.bulk_load(stage, records(name, record), Int32(size), Int32(barrier.toint()), keep=keep)
+            with cute.arch.elect_one():
+                ptx.fence_proxy_async()  # the intra-chunk stage wrote the record through the generic proxy
+                cute.arch.mbarrier_arrive_and_expect_tx(barrier, sum(self.bytes[name] for name in arrays))
+                for place, name in arrays.items():
+                    size = self.bytes[name]
+                    stage = getattr(smem, place) + ring.index * size
+                    ptx.bulk_load(
+                        stage, records(name, record), Int32(size), Int32(barrier.toint()), keep=keep
+                    )
 
     def pass_trailing_stage(self, smem, early):
-        """Waits for a free early stage, and passes it on without bytes."""
+        """Waits for a free early stage, and passes it on without bytes. A whole warp calls it."""
         barriers.wait(smem.early_empty, early)
-        cute.arch.mbarrier_arrive(smem.early_full + early.index)
+        barriers.release(smem.early_full + early.index)
 
     def wait_for_load(self, smem, back, early, late):
         """Waits until the load that is ``back`` loads before the next one has arrived. ``early``, ``late``: the
@@ -399,7 +403,7 @@ class Chain:
         while end > low:
             part = schedule.part(sched, head, n, end, low, high)
             source = self.value_row(args, part) + half * (2 * HALF) + unit * 16
-            source += pitch * (part.first * self.chunk)
+            source += Int64(pitch) * (part.first * self.chunk)
             for c in cutlass.range(part.chunks + 1, unroll=1):
                 is_local = schedule.is_local(sched, part, c)
                 stage = early.stage(is_local)
@@ -408,14 +412,14 @@ class Chain:
                 if c == part.chunks:  # the trailing stage: zeros
                     valid = Int32(0)
                 self.copy_values(smem, stage, source, pitch, valid)
-                source += pitch * (self.chunk * sched.step)
+                source += Int64(pitch) * (self.chunk * sched.step)
                 early.advance_past(is_local)
             end = part.begin
             head, n = schedule.next_task(sched, head, n)
 
     def value_pitch(self, args):
-        """Returns the bytes from a token of v to the next."""
-        return Int64(args.HV) * (2 * HEAD_DIM)
+        """Returns the bytes from a token of v to the next. Unsigned, so that a row's address takes one instruction (`copy_values`)."""
+        return Uint32(args.HV) * Uint32(2 * HEAD_DIM)
 
     def value_row(self, args, part):
         """Returns the address of v of a part's head at the first token of its sequence."""
@@ -435,7 +439,7 @@ class Chain:
         for start in range(0, self.chunk, 4 // self.warpgroups):
             row = start + first
             to = image_of_half + row * (2 * HALF) + ((unit % 8) ^ (row % 8)) * 16  # swizzled
-            ptx.cp_async_x4(to, source + pitch * row, row < valid)
+            ptx.cp_async_x4(to, source + Int64(Uint32(row)) * Int64(pitch), row < valid)
         ptx.cp_async_arrive(Int32((smem.early_full + early.index).toint()))
 
     def valid_rows(self, valid, half):
@@ -465,17 +469,13 @@ class Chain:
             barriers.wait(smem.early_full, stage)
             self.load_v(thr, stage)
             # Invariant of the loop: tCrS and accX hold S and v of the chunk, accO holds O of the previous one, and no
-            # thread has stored that O yet. C = 64: the buffer of O is free (o_phase is complete), because chunk_64 waits
-            # for it one chunk ahead. C = 32: not waited for yet.
-            if const_expr(self.chunk == 64):
-                cute.arch.mbarrier_wait(smem.o_free + thr.wg, o_phase)
+            # thread has stored that O yet. No thread has waited for the buffer of O.
             early, late, o_phase = self.run_part(
                 smem, sched, args, part, thr, early, late, o_phase, opaque_true
             )
             barriers.release(smem.early_empty + early.index)  # the trailing stage
             fragments.round_to_bf16(thr.accO, thr.rO)  # O of the last chunk
-            if const_expr(self.chunk == 32):
-                cute.arch.mbarrier_wait(smem.o_free + thr.wg, o_phase)
+            cute.arch.mbarrier_wait(smem.o_free + thr.wg, o_phase)
             self.publish_o(smem, thr)
             o_phase = o_phase ^ 1
             early.advance()  # past the trailing stage
@@ -579,11 +579,14 @@ class Chain:
         channels, steps = range(HEAD_DIM // 16), range(self.chunk // 16)
         # X
         late_full = barriers.test(smem.late_full, late)  # S is its first reader
+        o_free = cute.arch.mbarrier_try_wait(smem.o_free + thr.wg, o_phase)
         decays = fragments.load_decays(thr.a + early.index * (4 * HEAD_DIM))
         self.gemm(thr.mma_tokens, thr.accX, thr.tCrS, thr.tCsKd, early, channels)
         barriers.wait_unless(late_full, smem.late_full, late)
         if opaque_true:
             fragments.round_to_bf16(thr.accO, thr.rO)
+            if not o_free:
+                cute.arch.mbarrier_wait(smem.o_free + thr.wg, o_phase)
             self.publish_o(smem, thr)
         o_phase = o_phase ^ 1
         if opaque_true:  # a branch of its own: one branch for both is slower
@@ -597,7 +600,6 @@ class Chain:
         following = early.clone()
         following.advance()
         early_full = barriers.test(smem.early_full, following)
-        o_free = cute.arch.mbarrier_try_wait(smem.o_free + thr.wg, o_phase)
         # O2, R
         self.gemm(thr.mma_tokens, thr.accO, thr.tCrX, thr.tCsAqk, late, steps)
         if const_expr(self.config.residual):
@@ -605,8 +607,6 @@ class Chain:
         barriers.wait_unless(early_full, smem.early_full, following)
         if const_expr(not self.config.residual):
             self.load_v(thr, following)
-        if not o_free:
-            cute.arch.mbarrier_wait(smem.o_free + thr.wg, o_phase)
         warpgroup.wait_group(1 + self.config.residual)  # O1 and S are done; O2, and R, are in flight
         barriers.release(smem.early_empty + early.index)
         if opaque_true:
@@ -623,7 +623,10 @@ class Chain:
     def chunk_32(self, smem, thr, early_ring, late_ring, o_phase: Int32, opaque_true, is_local, next_local):
         """Runs one chunk of 32 tokens: the groups of `chunk_64`, with R between O1 and S, and the second half of O1 beside R.
         ``is_local``, ``next_local``: whether the record of the chunk, and of the next one, is local."""
-        halves_of_k = range(HEAD_DIM // 32), range(HEAD_DIM // 32, HEAD_DIM // 16)
+        first, second = (
+            range(HEAD_DIM // 32),
+            range(HEAD_DIM // 32, HEAD_DIM // 16),
+        )  # halves of K, in steps of 16
         steps = range(self.chunk // 16)
         early, late = early_ring.stage(is_local), late_ring.stage(is_local)
         following_ring = early_ring.clone()
@@ -631,20 +634,23 @@ class Chain:
         following = following_ring.stage(next_local)
         late_full = barriers.test(smem.late_full, late)
         o_free = cute.arch.mbarrier_try_wait(smem.o_free + thr.wg, o_phase)
+        decays = thr.a + early.index * (4 * HEAD_DIM)
+        decays_of_first = fragments.load_decays(decays, first)  # there are no registers for all
         self.gemm(thr.mma_tokens, thr.accX, thr.tCrS, thr.tCsKd, early, range(HEAD_DIM // 16))
         fragments.round_to_bf16(thr.accO, thr.rO)
-        self.gemm(thr.mma_tokens, thr.accO, thr.tCrS, thr.tCsQd, early, halves_of_k[0], zero=True)
+        self.gemm(thr.mma_tokens, thr.accO, thr.tCrS, thr.tCsQd, early, first, zero=True)
         if not o_free:
             cute.arch.mbarrier_wait(smem.o_free + thr.wg, o_phase)
         o_phase = o_phase ^ 1
         if opaque_true:
             self.publish_o(smem, thr)
-            fragments.multiply_columns(thr.accS, fragments.load_decays(thr.a + early.index * (4 * HEAD_DIM)))
+            fragments.multiply_columns(thr.accS, decays_of_first, first)
+            fragments.multiply_columns(thr.accS, fragments.load_decays(decays, second), second)
         barriers.wait_unless(late_full, smem.late_full, late)
         warpgroup.wait_group(1)  # X is done; O1 is in flight
         fragments.round_to_bf16(thr.accX, thr.tCrX)
         self.gemm(thr.mma_tokens, thr.accX, thr.tCrX, thr.tCsT, late, steps, zero=True)
-        self.gemm(thr.mma_tokens, thr.accO, thr.tCrS, thr.tCsQd, early, halves_of_k[1])
+        self.gemm(thr.mma_tokens, thr.accO, thr.tCrS, thr.tCsQd, early, second)
         early_full = barriers.test(smem.early_full, following)
         warpgroup.wait_group(1)  # O1 and R are done; O2 is in flight
         fragments.round_to_bf16(thr.accX, thr.tCrX)

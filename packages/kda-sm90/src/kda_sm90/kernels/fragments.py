@@ -21,6 +21,7 @@ from kda_sm90.layouts import CARRY_BYTES
 
 HALF = HEAD_DIM // 2  # rows of V per warpgroup
 MATRIX_BYTES = 4 * HEAD_DIM * HEAD_DIM  # of an fp32 state
+DECAY_UNITS = range(HEAD_DIM // 16)
 
 
 # ---- arithmetic
@@ -46,14 +47,14 @@ def widen(bf16, acc):
         acc[2 * i], acc[2 * i + 1] = ptx.unpack_bf16x2(words[i])
 
 
-def multiply_columns(acc, factors):
-    """Multiplies the columns of an accumulator [64, 128]. ``factors``: those of the thread's columns, index 2j + e."""
-    for j in range(HEAD_DIM // 8):
-        for i in range(4):
-            acc[4 * j + i] = cute.arch.inline_ptx(
+def multiply_columns(acc, factors, units=DECAY_UNITS):
+    """Multiplies columns of an accumulator [64, 128]. ``factors``: those of the thread's columns in ``units``, from `load_decays`."""
+    for n, unit in enumerate(units):
+        for i in range(8):  # columns j = 2 * unit and j + 1
+            acc[8 * unit + i] = cute.arch.inline_ptx(
                 "mul.rn.f32 {$w0}, {$r0}, {$r1};",
                 write_only_types=[Float32],
-                read_only_args=[acc[4 * j + i], factors[2 * j + i % 2]],
+                read_only_args=[acc[8 * unit + i], factors[4 * n + 2 * (i // 4) + i % 2]],
             )
 
 
@@ -110,10 +111,11 @@ def words_of(operand):
     )
 
 
-def load_decays(address):
-    """Loads the decays of the thread's columns, index 2j + e. ``address``: of the thread's first decays
-    (``decay_start``)."""
-    return [x for place in decay_units(address) for x in ptx.load_shared_x4(place, Float32)]
+def load_decays(address, units=DECAY_UNITS):
+    """Loads the decays of the thread's columns in ``units`` of 16 columns each, four per unit in the order of the columns. ``address``:
+    of the thread's first decays (``decay_start``)."""
+    places = decay_units(address)
+    return [x for unit in units for x in ptx.load_shared_x4(places[unit], Float32)]
 
 
 def store_rows(shared, thread, words):

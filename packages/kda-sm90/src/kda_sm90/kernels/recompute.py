@@ -63,28 +63,25 @@ class RecomputeChain(ReverseChain):
                     schedule.publish_read(ring, half, base)
                 ready = Int32(0)
                 for c in cutlass.range(chunks, unroll=1):
-                    while ready <= c:
-                        ready = c + schedule.count_ready(ring, base + c, chunks - c)
-                    if lane == 0:
-                        self.load_forward(smem, records, schedule.record(ring, base + c), early, late)
+                    if ready <= c:
+                        ready = c + schedule.wait_for_records(ring, base + c, chunks - c)
+                    self.load_forward(smem, records, schedule.record(ring, base + c), early, late)
                     early.advance()
                     late.advance()
                 for c in cutlass.range(chunks, unroll=1):
-                    if lane == 0:
-                        number = base + chunks - 1 - c
-                        self.load_record(smem, records, schedule.record(ring, number), early, late)
+                    number = base + chunks - 1 - c
+                    self.load_record(smem, records, schedule.record(ring, number), early, late)
                     early.advance()
                     late.advance()
-                    if lane == 0 and c >= IN_FLIGHT:
+                    if c >= IN_FLIGHT:
                         self.wait_for_load(smem, IN_FLIGHT + 1, early, late)  # of c - IN_FLIGHT
                         free = sched.chunks_per_slot - chunks + c - IN_FLIGHT + 1
-                        schedule.publish_read(ring, half, base + free)
-                if lane == 0:
-                    for back in cutlass.range_constexpr(1, IN_FLIGHT + 1):
-                        if chunks >= back:
-                            self.wait_for_load(smem, back, early, late)
-            if lane == 0:
-                self.pass_trailing_stage(smem, early)
+                        if lane == 0:
+                            schedule.publish_read(ring, half, base + free)
+                for back in cutlass.range_constexpr(1, IN_FLIGHT + 1):
+                    if chunks >= back:
+                        self.wait_for_load(smem, back, early, late)
+            self.pass_trailing_stage(smem, early)
             early.advance()
             end = part.begin
             head, n = schedule.next_task(sched, head, n)
@@ -92,7 +89,7 @@ class RecomputeChain(ReverseChain):
             schedule.publish_read(ring, half, Int32(schedule.ALL_READ))
 
     def load_forward(self, smem, records, record, early, late):
-        """Waits for a free stage of each ring, and requests what the forward direction needs of a record."""
+        """Waits for a free stage of each ring, and requests what the forward direction needs of a record. A whole warp calls it."""
         arrays = {"kg": "kd"}, {"t": "t", "kd": "kg", "a": "a"}
         self.load_arrays(smem, records, record, early, late, *arrays, keep=True)
 
@@ -100,7 +97,7 @@ class RecomputeChain(ReverseChain):
     def produce_values(self, smem, sched, queue: Int32, args, half: Int32):
         """Fills the early ring with v of a slot's chunks in ascending order, then with dO in descending order."""
         unit, _ = self.value_unit()
-        pitch = Int64(args.HV) * (2 * HEAD_DIM)
+        pitch = self.value_pitch(args)
         early, _ = self.rings(PipelineUserType.Producer)
         head, n, high, low = schedule.first_task(sched, queue)
         end = high
@@ -112,14 +109,14 @@ class RecomputeChain(ReverseChain):
                 for c in cutlass.range(chunks, unroll=1):
                     barriers.wait(smem.early_empty, early)
                     row = start + c * self.chunk
-                    self.copy_values(
-                        smem, early, args.forward_v + first + pitch * row, pitch, part.length - row
-                    )
+                    source = args.forward_v + first + Int64(pitch) * row
+                    self.copy_values(smem, early, source, pitch, part.length - row)
                     early.advance()
                 for c in cutlass.range(chunks, unroll=1):
                     barriers.wait(smem.early_empty, early)
                     row = start + (chunks - 1 - c) * self.chunk
-                    self.copy_values(smem, early, args.v + first + pitch * row, pitch, part.length - row)
+                    source = args.v + first + Int64(pitch) * row
+                    self.copy_values(smem, early, source, pitch, part.length - row)
                     early.advance()
             barriers.wait(smem.early_empty, early)  # the trailing stage: zeros
             self.copy_values(smem, early, args.v + first, pitch, Int32(0))

@@ -53,7 +53,10 @@ class Ring(PipelineState):
             self.advance()
             return
         step = ptx.select(is_local, Int32(0), Int32(1))
-        self.advance(step)
+        following = self._index + step  # `advance` would divide
+        wraps = following == self.stages
+        self._index = ptx.select(wraps, Int32(0), following)
+        self._phase ^= ptx.select(wraps, Int32(1), Int32(0))
         self.local_phase ^= step ^ 1
 
     def clone(self) -> Ring:

@@ -216,7 +216,8 @@ def quotient(s, x, divisor: Divisor):
 
 
 def with_table(s, table, warps):
-    """Returns the schedule with its ``width``, with compact slots if it has them, and with reciprocals, all from the table."""
+    """Returns the schedule with its ``width`` and ``first_queue`` (the first queue that is not empty), with compact slots if it has them, and
+    with reciprocals, all from the table."""
     s = SimpleNamespace(**vars(s), reciprocals=table + RECIPROCALS_OFFSET)
     if s.may_be_compact:
         count = cute.arch.make_warp_uniform(ptx.load_shared(table + COUNT_OFFSET, Int32))
@@ -231,7 +232,8 @@ def with_table(s, table, warps):
     width = cute.ceil_div(s.total, s.queues)
     for i in range(warps):
         width = cutlass.max(width, ptx.load_shared(table + i * 4, Int32))
-    return SimpleNamespace(**vars(s), width=width)
+    used = cutlass.max(s.total - 1, Int32(0)) // cutlass.max(width, Int32(1)) + 1
+    return SimpleNamespace(**vars(s), width=width, first_queue=s.queues - used)
 
 
 def range_of(s, queue):
@@ -245,8 +247,9 @@ def range_of(s, queue):
     if s.step < 0:
         low = cutlass.min(Int64(queue) * s.width, Int64(s.total))
         return Int32(low), Int32(cutlass.min(low + s.width, Int64(s.total)))
-    high = cutlass.max(Int64(s.total) - Int64(s.queues - 1 - queue) * s.width, Int64(0))
-    return Int32(cutlass.max(high - s.width, Int64(0))), Int32(high)
+    # The product of an empty queue may exceed 32 bits, and is not used.
+    high = ptx.select(queue >= s.first_queue, s.total - (s.queues - 1 - queue) * s.width, Int32(0))
+    return cutlass.max(high - s.width, Int32(0)), high
 
 
 # ---- counters of the launch
@@ -577,18 +580,20 @@ def part(s, head, n, end, low, high):
     )  # fmt: skip
 
 
-def count_ready(r, number, count):
-    """Returns how many records from ``number`` on are ready, without a gap, up to ``count`` <= 32. A whole warp calls it
-    and acquires them. If all 32 are ready it returns 31, which costs the caller nothing."""
+@cute.jit
+def wait_for_records(r, number: Int32, count: Int32) -> Int32:
+    """Waits for the record of a number. Returns how many records from ``number`` on are ready, without a gap, up to ``count`` <= 32. A whole
+    warp calls it and acquires them. If all 32 are ready it returns 31, which costs the caller nothing."""
     lane = cute.arch.lane_idx()
     wanted = number + lane
-    seen = ptx.load_acquire(r.ready + Int64(place(r, wanted)) * 4, lane < cutlass.min(count, r.depth))
-    is_ready = seen > wanted
-    if r.local_period:
-        is_ready = is_ready | _number_is_local(r, wanted)
-    ready = cute.arch.vote_ballot_sync(is_ready)
+    address, exists = r.ready + Int64(place(r, wanted)) * 4, lane < cutlass.min(count, r.depth)
+    is_local = _number_is_local(r, wanted) if r.local_period else Boolean(False)
+    count_ready = Int32(0)
+    while count_ready == 0:
+        ready = cute.arch.vote_ballot_sync((ptx.load_acquire(address, exists) > wanted) | is_local)
+        count_ready = cute.arch.popc(ready ^ (ready + 1)) - 1  # number of trailing ones; 31 for 32 of them
     cute.arch.sync_warp()  # all lanes acquire what any lane has acquired
-    return cute.arch.popc(ready ^ (ready + 1)) - 1  # number of trailing ones; 31 for 32 of them
+    return count_ready
 
 
 def publish_read(r, half, number):

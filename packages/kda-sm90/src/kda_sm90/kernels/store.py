@@ -209,7 +209,7 @@ class ReverseStoreWarp(StoreWarp):
     def store_state(self, smem, wg, state):
         """Waits for a state, and copies its image."""
         barriers.sync(NamedBarrier.STATE_READY, wg)
-        if cute.arch.lane_idx() == 0:
+        with cute.arch.elect_one():
             shared = smem.state + wg * self.state_bytes
             ptx.bulk_store(state, shared, Int32(self.state_bytes), evict_first=True)
             cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -259,8 +259,9 @@ class RecomputeStoreWarp(ReverseStoreWarp):
                 )
             for back in cutlass.range(chunks, unroll=1):
                 c = chunks - 1 - back
-                if c == cutlass.min(2, chunks - 1) and i + 1 < part.chunks and cute.arch.lane_idx() == 0:
-                    self.prefetch_checkpoint(sched, args, part, i + 1, half)
+                if c == cutlass.min(2, chunks - 1) and i + 1 < part.chunks:
+                    with cute.arch.elect_one():
+                        self.prefetch_checkpoint(sched, args, part, i + 1, half)
                 self.store_state(smem, wg, behind + next_state * c)
                 row = start + c * self.chunk
                 self.store_tokens(smem, wg, values + pitch * row, pitch, part.length - row)
