@@ -623,11 +623,8 @@ class Chain:
     def chunk_32(self, smem, thr, early_ring, late_ring, o_phase: Int32, opaque_true, is_local, next_local):
         """Runs one chunk of 32 tokens: the groups of `chunk_64`, with R between O1 and S, and the second half of O1 beside R.
         ``is_local``, ``next_local``: whether the record of the chunk, and of the next one, is local."""
-        first, second = (
-            range(HEAD_DIM // 32),
-            range(HEAD_DIM // 32, HEAD_DIM // 16),
-        )  # halves of K, in steps of 16
-        steps = range(self.chunk // 16)
+        channels, steps = range(HEAD_DIM // 16), range(self.chunk // 16)
+        first, second = channels[: len(channels) // 2], channels[len(channels) // 2 :]  # halves of K
         early, late = early_ring.stage(is_local), late_ring.stage(is_local)
         following_ring = early_ring.clone()
         following_ring.advance_past(is_local)
@@ -636,7 +633,7 @@ class Chain:
         o_free = cute.arch.mbarrier_try_wait(smem.o_free + thr.wg, o_phase)
         decays = thr.a + early.index * (4 * HEAD_DIM)
         decays_of_first = fragments.load_decays(decays, first)  # there are no registers for all
-        self.gemm(thr.mma_tokens, thr.accX, thr.tCrS, thr.tCsKd, early, range(HEAD_DIM // 16))
+        self.gemm(thr.mma_tokens, thr.accX, thr.tCrS, thr.tCsKd, early, channels)
         fragments.round_to_bf16(thr.accO, thr.rO)
         self.gemm(thr.mma_tokens, thr.accO, thr.tCrS, thr.tCsQd, early, first, zero=True)
         if not o_free:
