@@ -147,16 +147,31 @@ def test_schedule_and_execution_order_change_no_bit():
 
 
 @pytest.mark.parametrize(
-    ("queues", "intra_chunk_ctas", "depth"), [nightly(1, 1, 10), (2, 1, 6), nightly(2, 2, 5)]
+    ("warpgroups", "queues", "intra_chunk_ctas", "depth", "lengths", "helpers"),
+    [
+        (2, 4, 1, 5, None, 3),  # as many as find items
+        (1, 2, 1, 8, None, 3),  # of one queue only one half
+        (2, 4, 1, 5, (130, 0, 40, 30), 3),
+        nightly(2, 2, 1, 6, None, 2),  # all
+        nightly(2, 1, 1, 10, None, 1),
+        nightly(2, 3, 1, 5, None, 2),  # as many as find room
+        nightly(2, 1, 1, 3, None, 0),  # intra-chunk CTAs do not find room for all first items
+        nightly(2, 2, 2, 6, None, 0),  # too few items: `HELP_ABOVE`
+    ],
 )
-def test_chains_that_help_change_no_bit(queues, intra_chunk_ctas, depth):
-    """Chains compute first items if every group has one, and if the rings have room for all."""
-    x = make_inputs("slow", 226, H=2, initial_state=True)  # 16 chunks: each ring is used again
-    found = check(x, 32, 2, queues=queues, intra_chunk_ctas=intra_chunk_ctas, depth=depth)
-    config = config_of(x.arguments, 32, 2)
-    assert (
-        config.helps and (queues + intra_chunk_ctas) * config.groups <= min(16, queues * depth) or depth == 5
-    )
+def test_chains_that_help_change_no_bit(warpgroups, queues, intra_chunk_ctas, depth, lengths, helpers):
+    """As many chains compute first items as find an item for each of their groups, with room in its ring."""
+    lengths = lengths or (226,)
+    packed = lengths if len(lengths) > 1 else None
+    x = make_inputs("slow", sum(lengths), H=2, lengths=packed, initial_state=True)
+    counters: dict[str, int] = {}
+    launch = {"queues": queues, "intra_chunk_ctas": intra_chunk_ctas, "depth": depth}
+    found = check(x, 32, warpgroups, **launch, counters_after=counters)
+    config = config_of(x.arguments, 32, warpgroups)
+    slots = [max(1, -(-n // 32)) for n in lengths]
+    items = queues * max(*slots, -(-2 * sum(slots) // queues))
+    # Each group of an intra-chunk CTA claims an item for each one that it computes; helpers claim none.
+    assert counters["claimed"] == items - helpers * config.groups
     want = prefill(x.arguments, config, queues=queues, intra_chunk_ctas=6)  # too many groups for help
     assert all(torch.equal(y, z) for y, z in zip(found, want, strict=True))
 

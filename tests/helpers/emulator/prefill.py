@@ -98,8 +98,10 @@ def prefill(
     depth: int = 8,
     intra_chunk_ctas: int = 1,
     seed: int = 0,
+    counters_after: dict[str, int] | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Execute a call: o, the final states, and with ``config.states`` the states every 64 tokens."""
+    """Execute a call: o, the final states, and with ``config.states`` the states every 64 tokens. ``counters_after`` receives the
+    counter ``claimed`` of the launch."""
     call = described(x, config)
     (B, T, _, K), HV, N, offsets = x["q"].shape, call["HV"], call["N"], call["offsets"]
     lengths = [T] * B if offsets is None else offsets.diff().tolist()
@@ -129,6 +131,8 @@ def prefill(
     )  # fmt: skip
     ticket = layouts.LaunchCounter.TICKET
     assert not views.counters[ticket : ticket + 2].any(), "a replay would find the ticket of this launch"
+    if counters_after is not None:
+        counters_after["claimed"] = int(views.counters[layouts.LaunchCounter.CLAIMED])
     return tuple(outputs.values())
 
 

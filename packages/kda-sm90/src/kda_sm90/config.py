@@ -36,6 +36,10 @@ WARPGROUP_THREADS = 512
 #: five chunks (docs/kernels/prefill.md).
 LOCAL_PERIOD = 6
 
+#: Chains help (`PrefillConfig.helps`) if groups of intra-chunk CTAs would have more than this many items each, on average, without help. With
+#: at most as many, some calls of 26 us take 2 us longer with help (docs/kernels/prefill.md).
+HELP_ABOVE = 2
+
 #: CTAs of a cluster. Both have the same role, which is faster (docs/kernels/prefill.md).
 CLUSTER = 2
 
@@ -213,7 +217,7 @@ class PrefillConfig:
 
     @property
     def helps(self) -> bool:
-        """Whether the CTAs of chains compute first items before they become chains."""
+        """Whether the CTAs of chains may compute first items before they become chains (`HELP_ABOVE`)."""
         return chains_help(self.chunk, self.by_warpgroup, self.local)
 
     @property

@@ -26,6 +26,7 @@ from kda_sm90 import layouts
 from kda_sm90.config import (
     CLUSTER,
     HALVES,
+    HELP_ABOVE,
     LOCAL_PERIOD,
     SPACINGS,
     Gate,
@@ -566,15 +567,15 @@ class _Model:
         return max(1, self.longest, -(-self.items // queues))
 
     def intra_chunk_ns(self, queues: int) -> float:
-        """Returns the time of the intra-chunk stage in ns. It never falls as queues are added."""
+        """Returns the time of the intra-chunk stage in ns. As queues are added, it falls only where chains begin to help."""
         if not self.item_ns:
             return self.least_ns
         groups = self.intra_chunk_ctas(queues) * self.groups
         items = self.items - (self.items // LOCAL_PERIOD if self.local else 0)
         first = self.first_ns * self.chunks_per_slot
         firsts, last_ns = groups, self.last_ns  # first items, each of a group
-        if self.helps and (most := groups + queues * self.chain_ctas * self.groups) <= items:
-            firsts, last_ns = most, last_ns + HELP_NS
+        if self.helps and items > HELP_ABOVE * groups:
+            firsts, last_ns = min(groups + queues * self.chain_ctas * self.groups, items), last_ns + HELP_NS
         return max(first, last_ns + max(0.0, (items - firsts) / groups) * self.item_ns)
 
     def chains_ns(self, queues: int) -> float:
@@ -606,7 +607,7 @@ class _Model:
 
         Of equal times it takes the fewest queues, which leaves most SMs to the intra-chunk stage. In the mode ``execute``
         it takes as many as fit. As queues are added, the time of one role rises and that of the other falls, so their
-        maximum is smallest where they cross.
+        maximum is smallest where they cross. Where chains begin to help, both fall, and the choice may take up to 3% longer than the best.
         """
         if not self.item_ns:
             return self.most

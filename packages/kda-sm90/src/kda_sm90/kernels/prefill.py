@@ -29,7 +29,7 @@ from kda_cute.device.intra_chunk import Chunk, Hooks, IntraChunk, Worker
 from kda_cute.device.intra_chunk.fold import FoldedIntraChunk, StridedFoldedIntraChunk
 from kda_cute.device.intra_chunk.strided import StridedIntraChunk
 from kda_cute.device.kernel import Kernel
-from kda_sm90.config import PrefillConfig
+from kda_sm90.config import HELP_ABOVE, PrefillConfig
 from kda_sm90.interfaces import PREFILL
 from kda_sm90.kernels import schedule
 from kda_sm90.kernels.chain import Chain
@@ -146,17 +146,11 @@ class PrefillKernel(Kernel):
         schedule.fill_table(sched, table, self.threads // 32)
         cute.arch.sync_threads()
         sched = schedule.with_table(sched, table, self.threads // 32)
-        helpers = Int32(0)  # chain CTAs that compute first items: all or none
+        helpers = Int32(0)
         if const_expr(self.config.helps):
-            groups = (chains + args.intra_chunk_ctas) * self.groups
-            # Each has an item, and no group waits for room, because that may take until a chain begins. A launch without intra-chunk
-            # CTAs reads records that are there already.
-            have_items = groups <= schedule.not_local(sched, sched.total)
-            have_room = schedule.number_of(sched, (groups - 1) // args.queues) < args.depth
-            if (args.intra_chunk_ctas > 0) & have_items & have_room:
-                helpers = chains
+            helpers = self.count_helpers(sched, args)
         if const_expr(not self.config.reads_records):  # noqa: SIM102 - decided at compile time
-            if index >= chains or helpers > 0:
+            if index >= chains - helpers:
                 self.compute_records(sched, args, records, shared, index, helpers)
         if index < chains:
             if const_expr(self.config.helps):
@@ -168,6 +162,18 @@ class PrefillKernel(Kernel):
                 self.see_clear(sched, args)
             queue, half = index // self.chain_ctas, index % self.chain_ctas * self.config.warpgroups
             self.chain.run(shared, args, records, carry, sched, queue, half)
+
+    @cute.jit
+    def count_helpers(self, sched, args) -> Int32:
+        """Returns how many CTAs of chains, the last ones, compute first items before they become chains.
+
+        Each of their groups has an item, and room for its record: a group that waits for room may wait until a chain begins. No chain helps
+        unless items are many (`HELP_ABOVE`). A launch without intra-chunk CTAs reads records that are there already.
+        """
+        ctas, firsts = args.intra_chunk_ctas, cutlass.min(sched.total, args.queues * args.depth)
+        helpers = cutlass.min(firsts // self.groups - ctas, args.queues * self.chain_ctas)
+        helps = (ctas > 0) & (sched.total > HELP_ABOVE * self.groups * ctas)
+        return ptx.select(helps, cutlass.max(helpers, 0), Int32(0))
 
     def see_clear(self, sched, args):
         """Counts the CTA of a chain, or all groups of intra-chunk CTAs together, as a waiter that has seen the ticket."""
@@ -214,8 +220,8 @@ class PrefillKernel(Kernel):
 
         Args:
             index: of the CTA.
-            helpers: number of CTAs of chains that compute first items, and no others. They are the last ones in the order of first
-                items, because their chains have to be set up before they can use a record.
+            helpers: see `count_helpers`. Their groups compute no other items. They are the last ones in the order of first items, because their
+                chains have to be set up before they can use a record.
         """
         thread, _, _ = cute.arch.thread_idx()
         size = self.intra_chunk.threads
