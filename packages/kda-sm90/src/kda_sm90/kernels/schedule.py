@@ -62,7 +62,8 @@ waits for room.
 group computes it or waits for room. The records that must be read before there is room have lower numbers, so they
 are published, and so are the records of the part that produces a state that the chain waits for. A chain requests at
 most ``chain.IN_FLIGHT`` more records before it publishes that it has read one. A ring therefore has at least 3 places, with local records
-5, unless it holds its whole queue. The groups of a chain that helps first wait for nothing. docs/kernels/prefill.md has the full argument.
+5, unless it holds its whole queue. A chain that helps begins late, but its groups wait for no room and for no chain.
+docs/kernels/prefill.md has the full argument.
 """
 
 import functools
