@@ -20,7 +20,8 @@ Functions take a namespace ``s``:
 ``offset_bytes`` bytes of an offset: 4 or 8; 0: the sequences are not packed
 ``span``         slots of a head
 ``compact``      optional: positive if slots are compact, else 0
-``first_slots``  only with ``compact``: shared address of the first slot of every sequence and of the end of the last one, Int32
+``table``        only with ``compact``: shared address of the first slot and the first token of every sequence, and of the end of the last
+                 one, two Int32 each
 ================ =======================================================================================
 """
 
@@ -58,18 +59,19 @@ def clamped(s, n, low):
 @cute.jit
 def compact_slots(
     s,
-    first_slots: Int32,
+    table: Int32,
     most: cutlass.Constexpr[int],
     whole: Int32,
     warp: Int32,
     warps: cutlass.Constexpr[int],
 ):
-    """Measures packed sequences, and stores their first slots, compact, to shared memory. All ``warps`` of a CTA call it.
+    """Measures packed sequences, and stores their first slots, compact, and their first tokens to shared memory. All ``warps`` of a CTA call
+    it.
 
     Slots are compact if there are at most ``most`` sequences, and if the offsets do not decrease.
 
     Args:
-        first_slots: address of ``most + 1`` Int32.
+        table: address of ``2 (most + 1)`` Int32.
         most: 32 n - 1.
         whole: what stands for the slots of the longest sequence if offsets decrease.
 
@@ -102,7 +104,7 @@ def compact_slots(
             behind += ptx.select(lane >= 1 << i, before, Int32(0))
         slot += behind
         for i in cutlass.range_constexpr(each):
-            ptx.store_shared_if(first_slots + (n + i) * 4, slot, is_compact & (n + i <= s.N))
+            ptx.store_shared_x2_if(table + (n + i) * 8, [slot, offsets[i]], is_compact & (n + i <= s.N))
             slot += counts[i]
         count = cute.arch.shuffle_sync(behind, 31)
     for i in cutlass.range_constexpr(5):
@@ -110,10 +112,6 @@ def compact_slots(
     ordered = cute.arch.vote_ballot_sync(falls) == 0
     longest += ptx.select(is_compact, Int32(0), Int32(1))  # an unused slot
     return ptx.select(is_compact & ordered, count, Int32(0)), ptx.select(ordered, longest, whole)
-
-
-def _compact_slot(s, n):
-    return ptx.load_shared_i32_if(s.first_slots + n * 4, s.compact > 0)
 
 
 @cute.jit
@@ -131,7 +129,7 @@ def owner(s, slot: Int32) -> Int32:
         if lane * step < span:
             if cutlass.const_expr(hasattr(s, "compact")):
                 if s.compact > 0:
-                    below = _compact_slot(s, probe) <= slot
+                    below = ptx.load_shared(s.table + probe * 8, Int32) <= slot
                 else:
                     below = clamped(s, probe, Int32(0)) // s.chunk + probe <= slot
             else:
@@ -191,11 +189,20 @@ def extent(s, n: Int32):
     each = cute.ceil_div(s.T, s.chunk)
     start, length, slot, after = Int64(n) * s.T, Int32(s.T), n * each, (n + 1) * each
     if s.offset_bytes > 0:
-        first = clamped(s, n, Int32(0))
-        last = clamped(s, n + 1, first)
-        start, length, slot = Int64(first), last - first, first // s.chunk + n
-        after = ptx.select(n + 1 == s.N, s.span, last // s.chunk + n + 1)
         if cutlass.const_expr(hasattr(s, "compact")):
-            slot = ptx.select(s.compact > 0, _compact_slot(s, n), slot)
-            after = ptx.select(s.compact > 0, _compact_slot(s, n + 1), after)
+            if s.compact > 0:
+                slot, first = ptx.load_shared_x2(s.table + n * 8, Int32)
+                after, last = ptx.load_shared_x2(s.table + n * 8 + 8, Int32)
+                start, length = Int64(first), last - first
+            else:
+                start, length, slot, after = _closed_extent(s, n)
+        else:
+            start, length, slot, after = _closed_extent(s, n)
     return start, length, slot, after
+
+
+def _closed_extent(s, n):
+    first = clamped(s, n, Int32(0))
+    last = clamped(s, n + 1, first)
+    after = ptx.select(n + 1 == s.N, s.span, last // s.chunk + n + 1)
+    return Int64(first), last - first, first // s.chunk + n, after

@@ -88,9 +88,9 @@ from kda_cute.device.varlen import (
 from kda_sm90.layouts import COMPACT_SEQUENCES, LINE, LaunchCounter, QueueCounter
 
 #: Shared memory of `fill_table`: one Int32 per warp, the `reciprocal` of every `Divisor`, the number of compact slots, and the first slots
-#: of sequences.
-RECIPROCALS_OFFSET, COUNT_OFFSET, FIRST_SLOTS_OFFSET = 64, 96, 104
-TABLE_BYTES = FIRST_SLOTS_OFFSET + 4 * (COMPACT_SEQUENCES + 1)
+#: and tokens of sequences.
+RECIPROCALS_OFFSET, COUNT_OFFSET, SEQUENCES_OFFSET = 64, 96, 104
+TABLE_BYTES = SEQUENCES_OFFSET + 8 * (COMPACT_SEQUENCES + 1)
 POLL_NS = 100  # time between two reads of a counter that is too low
 ALL_READ = 0x7FFFFFFF  # value of the read counters of a chain that has ended
 
@@ -186,8 +186,8 @@ def fill_table(s, table: Int32, warps: cutlass.Constexpr[int]):
         longest = cutlass.min(longest, s.span)  # a task has at most the slots of the slab
     if cutlass.const_expr(s.may_be_compact):
         if s.offset_bytes > 0:
-            firsts = table + FIRST_SLOTS_OFFSET
-            count, longest = compact_slots(s, firsts, COMPACT_SEQUENCES, s.total, thread // 32, warps)
+            sequences = table + SEQUENCES_OFFSET
+            count, longest = compact_slots(s, sequences, COMPACT_SEQUENCES, s.total, thread // 32, warps)
         if thread == 0:
             ptx.store_shared(table + COUNT_OFFSET, count)
     elif s.offset_bytes > 0:
@@ -225,7 +225,7 @@ def with_table(s, table, warps):
         span = ptx.select(count > 0, count, s.span)
         compact = {
             "compact": count,
-            "first_slots": table + FIRST_SLOTS_OFFSET,
+            "table": table + SEQUENCES_OFFSET,
             "span": span,
             "total": s.HV * span,
         }
