@@ -287,13 +287,6 @@ def load_shared(address: Int32, kind, *, loc=None, ip=None):
 
 
 @dsl_user_op
-def load_shared_i32_if(address: Int32, valid, *, loc=None, ip=None) -> Int32:
-    """Loads one 32-bit integer; zero, and no access, unless ``valid``."""
-    text = "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.shared.b32 $0, [$1]; }"
-    return inline_ptx(text, [Int32], [address, Int32(valid)], True, loc, ip)[0]
-
-
-@dsl_user_op
 def load_shared_x2(address: Int32, kind, *, loc=None, ip=None) -> list:
     """Loads two 32-bit values, aligned to 8 bytes."""
     return inline_ptx("ld.shared.v2.b32 {$0, $1}, [$2];", [kind] * 2, [address], True, loc, ip)
