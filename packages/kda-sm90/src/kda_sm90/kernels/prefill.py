@@ -102,7 +102,8 @@ class PrefillKernel(Kernel):
             self.intra_chunk = stage(config, config.keeps_inverse)
         else:
             self.intra_chunk = (StridedIntraChunk if config.serving else IntraChunk)(config)
-        self.chain = chain(config, SHARED_BYTES - schedule.TABLE_BYTES)
+        table_bytes = schedule.table_bytes(config)
+        self.chain = chain(config, SHARED_BYTES - table_bytes)
         self.leader = self.intra_chunk.leader if config.by_warpgroup else 0  # of a group
         self.groups = config.groups
         # Whether the groups of a CTA compute their first items one after the other.
@@ -113,7 +114,7 @@ class PrefillKernel(Kernel):
         self.first_halves = range(0, config.halves, config.warpgroups)  # of the chain CTAs of a queue
         self.chain_ctas = config.chain_ctas
         self.table_offset = max(self.groups * self.group_bytes, self.chain.shared_bytes)  # in shared memory
-        self.shared_bytes = self.table_offset + schedule.TABLE_BYTES
+        self.shared_bytes = self.table_offset + table_bytes
 
     @cute.kernel
     def kernel(self, values: tuple):

@@ -87,10 +87,9 @@ from kda_cute.device.varlen import (
 )
 from kda_sm90.layouts import COMPACT_SEQUENCES, LINE, LaunchCounter, QueueCounter
 
-#: Shared memory of `fill_table`: one Int32 per warp, the `reciprocal` of every `Divisor`, the number of compact slots, and the first slots
-#: and tokens of sequences.
+#: Shared memory of `fill_table`: one Int32 per warp, the `reciprocal` of every `Divisor`, the number of compact slots, and in variants that may
+#: have them the first slots and tokens of sequences.
 RECIPROCALS_OFFSET, COUNT_OFFSET, SEQUENCES_OFFSET = 64, 96, 104
-TABLE_BYTES = SEQUENCES_OFFSET + 8 * (COMPACT_SEQUENCES + 1)
 POLL_NS = 100  # time between two reads of a counter that is too low
 ALL_READ = 0x7FFFFFFF  # value of the read counters of a chain that has ended
 
@@ -172,9 +171,14 @@ def task_of_slab(s, n):
     )  # fmt: skip
 
 
+def table_bytes(config):
+    """Returns the shared memory of `fill_table` in bytes."""
+    return SEQUENCES_OFFSET + (8 * (COMPACT_SEQUENCES + 1) if config.compact else 0)
+
+
 @cute.jit
 def fill_table(s, table: Int32, warps: cutlass.Constexpr[int]):
-    """Stores the longest task that each warp finds to ``table`` (shared address, `TABLE_BYTES`), and compact slots if the variant may have
+    """Stores the longest task that each warp finds to ``table`` (shared address, `table_bytes`), and compact slots if the variant may have
     them. All ``warps`` of the CTA call it; the caller synchronises.
 
     If offsets decrease, the longest task counts as the whole line, so one chain executes all of it. The tasks then overlap,
