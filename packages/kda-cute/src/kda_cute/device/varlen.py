@@ -202,6 +202,7 @@ def extent(s, n: Int32):
 
 
 def _closed_extent(s, n):
+    """Returns the same as `extent` for a packed sequence whose slots are not compact."""
     first = clamped(s, n, Int32(0))
     last = clamped(s, n + 1, first)
     after = ptx.select(n + 1 == s.N, s.span, last // s.chunk + n + 1)
