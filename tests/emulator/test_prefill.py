@@ -91,10 +91,12 @@ def test_bounded_gate_in_the_variant_that_votes(family):
     check(make_inputs(family, 72, H=1), 64, 1, unbounded=True)
 
 
-@pytest.mark.nightly  # every change runs a case of `test_calibration`
-@pytest.mark.parametrize(("chunk", "warpgroups"), [(64, 2), (32, 1)])
-@pytest.mark.parametrize("v_first", (False, True), ids=("kv", "vk"))
+@pytest.mark.parametrize(
+    ("chunk", "warpgroups", "v_first"),
+    [(64, 1, True), (64, 2, False), nightly(64, 2, True), nightly(32, 1, False), (32, 1, True)],
+)
 def test_packed_sequences_split_across_queues(chunk, warpgroups, v_first):
+    """An initial state takes as many stages of the rings as the chain of both halves has with chunks of 64 and intermediate states: two."""
     lengths = (0, 63, 1, 96, 0, 65)
     x = make_inputs(
         "slow", sum(lengths), H=1, HV=2, lengths=lengths, initial_state=True, state_v_first=v_first

@@ -22,6 +22,8 @@ NEXT = 150
 ALWAYS = (
     PrefillConfig(64, 1),
     PrefillConfig(32, 2, local=True),
+    PrefillConfig(32, 2, gate="softplus", unbounded=True),
+    PrefillConfig(64, 1, gate="softplus", unbounded=True),
     PrefillConfig(64, 1, mode="summarize"),
     PrefillConfig(64, 1, mode="execute"),
     PrefillConfig(64, 1, mode="reverse", states=True),

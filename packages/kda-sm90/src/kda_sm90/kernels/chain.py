@@ -82,6 +82,9 @@ ptxas would move much of the ALU work to places where no wgmma is in flight, or 
 Branches that it cannot decide (`opaque_true`) keep the order. Barriers are tested ahead of the wait (``try_wait``),
 because the answer takes 40 to 90 clocks. docs/kernels/chain.md has measurements, and the argument why no role waits forever.
 
+**Initial states** come through the rings as well, before the first chunk of a part (`initial_states`). Chains for serving, of summaries and of
+backwards load their states from global memory.
+
 **Ends of a part.** No chunk is special, so the loop over chunks has no branch for the first or the last one.
 
 - Every chunk loads v of the next chunk. For the last chunk of a part this is the *trailing stage*: one more early stage,
@@ -105,6 +108,7 @@ from kda_sm90.config import HEAD_DIM, PrefillConfig
 from kda_sm90.kernels import barriers, fragments, schedule
 from kda_sm90.kernels.barriers import WARPGROUP, NamedBarrier
 from kda_sm90.kernels.fragments import HALF, MATRIX_BYTES
+from kda_sm90.kernels.initial_states import InitialStates
 from kda_sm90.kernels.local_records import LocalIntraChunk, StridedLocalIntraChunk
 from kda_sm90.kernels.rings import Ring
 from kda_sm90.kernels.store import StoreWarp
@@ -160,7 +164,7 @@ def shared_storage(config: PrefillConfig, stages, early, late, stores):
     return SharedStorage
 
 
-class Chain:
+class Chain(InitialStates):
     """Runs one queue, or one half of V of it, in a CTA of ``THREADS`` threads.
 
     A sequence without tokens passes its initial state on. Rows of o outside of sequences are not written.
@@ -183,6 +187,7 @@ class Chain:
     }
     StoreWarp = StoreWarp
     STORES = True  # whether the chain has an output O and intermediate states
+    STATES_IN_RINGS = True  # whether initial states come through the rings (`initial_states`)
 
     @staticmethod
     def arrays(config: PrefillConfig):
@@ -242,7 +247,7 @@ class Chain:
         elif warp >= 4 * self.warpgroups:
             cute.arch.setmaxregister_decrease(of_others)
             if warp == 4 * self.warpgroups:
-                self.produce_records(smem, records, sched, queue, half)
+                self.produce_records(smem, records, sched, queue, half, args)
             if warp == 4 * self.warpgroups + 1:
                 self.produce_values(smem, sched, queue, args, half)
             if const_expr(self.STORES):  # noqa: SIM102 - decided at compile time
@@ -295,7 +300,7 @@ class Chain:
     # index, ptxas may wrap every bulk copy in a loop over the lanes (docs/kernels/chain.md, "Machine code").
 
     @cute.jit
-    def produce_records(self, smem, records, sched, queue: Int32, half: Int32):
+    def produce_records(self, smem, records, sched, queue: Int32, half: Int32, args):
         """Fills both rings with the records of the queue, and publishes which ones have been read."""
         lane = cute.arch.lane_idx()
         ring = schedule.ring(sched, queue)
@@ -308,6 +313,8 @@ class Chain:
             # and the slots at its end that have no chunk need no reading.
             if lane == 0:
                 schedule.publish_read(ring, half, part.number)
+            if const_expr(self.STATES_IN_RINGS):
+                early, late = self.request_initial_state(smem, args, part, early, late)
             ready = Int32(0)
             for c in cutlass.range(part.chunks, unroll=1):
                 if ready <= c:
@@ -404,6 +411,8 @@ class Chain:
             part = schedule.part(sched, head, n, end, low, high)
             source = self.value_row(args, part) + half * (2 * HALF) + unit * 16
             source += Int64(pitch) * (part.first * self.chunk)
+            if const_expr(self.STATES_IN_RINGS):
+                early = self.pass_initial_state(smem, args, part, early)
             for c in cutlass.range(part.chunks + 1, unroll=1):
                 is_local = schedule.is_local(sched, part, c)
                 stage = early.stage(is_local)
@@ -460,7 +469,14 @@ class Chain:
         end = high
         while end > low:
             part = schedule.part(sched, head, n, end, low, high)
-            self.load_state(sched, queue, args, carry, part, thr)
+            if const_expr(self.STATES_IN_RINGS):
+                # The first branch: if it follows that of `continues`, ptxas copies S to other registers in every part.
+                if self.has_initial_state(args, part):
+                    early, late = self.receive_initial_state(smem, args, thr, early, late)
+                else:
+                    self.load_carry_or_zeros(sched, queue, carry, part, thr)
+            else:
+                self.load_state(sched, queue, args, carry, part, thr)
             fragments.round_to_bf16(thr.accS, thr.tCrS)
             fragments.fill_zero(thr.accO)
             if const_expr(self.config.residual):
@@ -721,6 +737,14 @@ class Chain:
             self.publish_carry(sched, queue, carry, thr)
         else:
             self.store_matrix(args.final_state, args, part, thr.half, thr)
+
+    @cute.jit
+    def load_carry_or_zeros(self, sched, queue: Int32, carry: Int64, part, thr):
+        """Loads the state of the previous queue, or zeros, at the start of a part that has no initial state."""
+        if part.continues:
+            self.acquire_carry(sched, queue - sched.step, carry, thr)
+        else:
+            fragments.fill_zero(thr.accS)
 
     @cute.jit
     def acquire_carry(self, sched, queue: Int32, carry: Int64, thr):

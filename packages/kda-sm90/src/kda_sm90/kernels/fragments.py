@@ -137,6 +137,36 @@ def store_transposed(shared, thread, words, rows):
         ptx.stmatrix_x4(place + i * (16 * 2 * HALF), [words[4 * i + j] for j in range(4)], transpose=True)
 
 
+# ---- fp32 states in shared memory: rows of a matrix [K, V] or [V, K], 512 bytes apart. So the lanes of a load that differ in the row access the same
+# banks. Every second lane loads two values in the other order, which halves these conflicts.
+
+
+def load_channels(shared, half, thread, first, count, acc):
+    """Loads ``count`` columns of an accumulator [64, 128], from channel ``first`` on. ``shared``: address of the rows of these channels of a
+    matrix [K, V]."""
+    lane = thread % 32
+    odd = lane % 2
+    start = shared + lane % 4 * (2 * 4 * HEAD_DIM) + (half * HALF + thread // 32 * 16 + lane // 4) * 4
+    one, other = start + 32 * odd, start + 32 - 32 * odd  # 8 rows of V apart
+    for i in range(count // 4):
+        place, j = (8 * (i // 2) + i % 2) * (4 * HEAD_DIM), first // 2 + 4 * (i // 2) + i % 2
+        x, y = ptx.load_shared(one + place, Float32), ptx.load_shared(other + place, Float32)
+        acc[j], acc[j + 2] = ptx.select(odd > 0, y, x), ptx.select(odd > 0, x, y)
+
+
+def load_rows(shared, thread, acc):
+    """Loads an accumulator [64, 128]. ``shared``: address of the warp's 16 rows of a matrix [V, K]."""
+    lane = thread % 32
+    odd = lane // 4 % 2
+    start = shared + lane // 4 * (4 * HEAD_DIM) + lane % 4 * 8
+    one, other = start + 32 * odd, start + 32 - 32 * odd  # 8 channels apart
+    for i in range(HEAD_DIM // 8):
+        place, j = i % 2 * (8 * 4 * HEAD_DIM) + i // 2 * 64, 8 * (i // 2) + 2 * (i % 2)
+        x, y = ptx.load_shared_x2(one + place, Float32), ptx.load_shared_x2(other + place, Float32)
+        for e in range(2):
+            acc[j + e], acc[j + 4 + e] = ptx.select(odd > 0, y[e], x[e]), ptx.select(odd > 0, x[e], y[e])
+
+
 # ---- global memory
 
 

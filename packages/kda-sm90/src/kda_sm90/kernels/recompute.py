@@ -47,7 +47,7 @@ class RecomputeChain(ReverseChain):
     # ---- producers
 
     @cute.jit
-    def produce_records(self, smem, records, sched, queue: Int32, half: Int32):
+    def produce_records(self, smem, records, sched, queue: Int32, half: Int32, args):
         """Fills both rings with the records of each slot, twice, and publishes which ones have been read for the second time."""
         lane = cute.arch.lane_idx()
         ring = schedule.ring(sched, queue)

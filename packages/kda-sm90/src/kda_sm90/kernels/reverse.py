@@ -65,6 +65,7 @@ class ReverseChain(Chain):
     """
 
     StoreWarp = ReverseStoreWarp
+    STATES_IN_RINGS = False
 
     LAYOUTS: ClassVar = {
         "kg": operand_layout,

@@ -72,6 +72,7 @@ class ServingChain(SlotStates, Chain):
     """The chain of the variants for serving (`PrefillConfig.serving`) in the mode ``whole``."""
 
     StoreWarp = ServingStoreWarp
+    STATES_IN_RINGS = False
 
     def tokens_before(self, args, part):
         """Returns the tokens of the sequence before the first chunk that `schedule` counts for a part."""

@@ -28,6 +28,7 @@ class SummaryChain(Chain):
     """
 
     STORES = False
+    STATES_IN_RINGS = False
 
     @staticmethod
     def arrays(config):
