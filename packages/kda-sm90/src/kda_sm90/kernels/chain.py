@@ -83,7 +83,7 @@ Branches that it cannot decide (`opaque_true`) keep the order. Barriers are test
 because the answer takes 40 to 90 clocks. docs/kernels/chain.md has measurements, and the argument why no role waits forever.
 
 **Initial states** come through the rings as well, before the first chunk of a part (`initial_states`). Chains for serving, of summaries and of
-backwards load their states from global memory.
+backwards, and those that save R, load their states from global memory.
 
 **Ends of a part.** No chunk is special, so the loop over chunks has no branch for the first or the last one.
 
@@ -187,7 +187,9 @@ class Chain(InitialStates):
     }
     StoreWarp = StoreWarp
     STORES = True  # whether the chain has an output O and intermediate states
-    STATES_IN_RINGS = True  # whether initial states come through the rings (`initial_states`)
+    STATES_IN_RINGS = (
+        True  # whether initial states come through the rings (`initial_states`), unless R is saved
+    )
 
     @staticmethod
     def arrays(config: PrefillConfig):
@@ -201,6 +203,8 @@ class Chain(InitialStates):
         self.warpgroups = config.warpgroups
         self.bytes = record_bytes(self.chunk)
         self.v_bytes = 2 * self.chunk * HALF * config.warpgroups  # of an early stage
+        # A chain that saves R would spill more than `nox -s compile` allows.
+        self.states_in_rings = self.STATES_IN_RINGS and not config.residual
         self.store_warp = self.StoreWarp(config)
         self.early_arrays, self.late_arrays = self.arrays(config)
         local_bytes = 0
@@ -313,7 +317,7 @@ class Chain(InitialStates):
             # and the slots at its end that have no chunk need no reading.
             if lane == 0:
                 schedule.publish_read(ring, half, part.number)
-            if const_expr(self.STATES_IN_RINGS):
+            if const_expr(self.states_in_rings):
                 early, late = self.request_initial_state(smem, args, part, early, late)
             ready = Int32(0)
             for c in cutlass.range(part.chunks, unroll=1):
@@ -411,7 +415,7 @@ class Chain(InitialStates):
             part = schedule.part(sched, head, n, end, low, high)
             source = self.value_row(args, part) + half * (2 * HALF) + unit * 16
             source += Int64(pitch) * (part.first * self.chunk)
-            if const_expr(self.STATES_IN_RINGS):
+            if const_expr(self.states_in_rings):
                 early = self.pass_initial_state(smem, args, part, early)
             for c in cutlass.range(part.chunks + 1, unroll=1):
                 is_local = schedule.is_local(sched, part, c)
@@ -469,7 +473,7 @@ class Chain(InitialStates):
         end = high
         while end > low:
             part = schedule.part(sched, head, n, end, low, high)
-            if const_expr(self.STATES_IN_RINGS):
+            if const_expr(self.states_in_rings):
                 # The first branch: if it follows that of `continues`, ptxas copies S to other registers in every part.
                 if self.has_initial_state(args, part):
                     early, late = self.receive_initial_state(smem, args, thr, early, late)
