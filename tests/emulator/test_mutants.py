@@ -108,7 +108,8 @@ def mutated(ptx, pattern, replacement, count):
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutants_are_noticed(mutant, monkeypatch):
-    x = make_inputs("slow", 160, H=1).arguments
+    # with an initial state, so that the first matches of all patterns are executed
+    x = make_inputs("slow", 160, H=1, initial_state=True).arguments
     config = prefill.config_of(x, 32, 1)
     ptx, shared = prefill.compiled(config)
     how, *change = MUTANTS[mutant]

@@ -187,9 +187,7 @@ class Chain(InitialStates):
     }
     StoreWarp = StoreWarp
     STORES = True  # whether the chain has an output O and intermediate states
-    STATES_IN_RINGS = (
-        True  # whether initial states come through the rings (`initial_states`), unless R is saved
-    )
+    STATES_IN_RINGS = True  # whether initial states come through the rings (`initial_states`)
 
     @staticmethod
     def arrays(config: PrefillConfig):
