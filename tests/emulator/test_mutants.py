@@ -108,7 +108,7 @@ def mutated(ptx, pattern, replacement, count):
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutants_are_noticed(mutant, monkeypatch):
-    # with an initial state, so that the first matches of all patterns are executed
+    # Some patterns first match in the code for initial states. The call must execute this code.
     x = make_inputs("slow", 160, H=1, initial_state=True).arguments
     config = prefill.config_of(x, 32, 1)
     ptx, shared = prefill.compiled(config)

@@ -96,7 +96,7 @@ def test_bounded_gate_in_the_variant_that_votes(family):
     [(64, 1, True), (64, 2, False), nightly(64, 2, True), nightly(32, 1, False), (32, 1, True)],
 )
 def test_packed_sequences_split_across_queues(chunk, warpgroups, v_first):
-    """An initial state takes as many stages of the rings as the chain of both halves has with chunks of 64 and intermediate states: two."""
+    """With chunks of 64 and intermediate states, the rings of a chain of both halves have two stages. An initial state needs both."""
     lengths = (0, 63, 1, 96, 0, 65)
     x = make_inputs(
         "slow", sum(lengths), H=1, HV=2, lengths=lengths, initial_state=True, state_v_first=v_first
